@@ -159,7 +159,7 @@ def test_a_constraint_holds_after_reasoning(tmp_path: Path, special: bool) -> No
 def test_a_grammar_rolled_back_is_as_it_was(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(tmp_path)
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
-    grammar = grammars.compile(grammars.regex("ab(c|d)[0-9]{3}"), "x")
+    grammar = grammars.compile(grammars.regex("ab(c|d)[0-9]{3}", "x"), "x")
     a, b, c, one = (tokenizer.encode(char, add_special_tokens=False)[0] for char in "abc1")
     assert grammar.forced()[:1] in ([a], [])
     grammar.accept(a)
@@ -186,7 +186,7 @@ def test_digits_and_letters_of_a_pattern_are_those_of_ascii(
 ) -> None:
     tokenizer = byte_tokenizer(tmp_path)
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
-    grammar = grammars.compile(grammars.regex(pattern), "x")
+    grammar = grammars.compile(grammars.regex(pattern, "x"), "x")
     fitting = True
     for token in tokenizer.encode(text, add_special_tokens=False):
         allowed = grammar.allowed()

@@ -165,6 +165,7 @@ def create_app(engine: Engine, settings: Settings, *, close_engine: bool = True)
         service.cancel_all()
         await keeper.close()
         await kept.close()
+        await service.grammars.close()
         if close_engine:
             await asyncio.to_thread(engine.close)
 

@@ -158,7 +158,9 @@ async def send(service: Service, request: Request, body: SendBody) -> ASGIApp:
     options = sampling_options(body, service.vocab_size, service.model.defaults)
     constraint, grammar = read_constraint(body, body.response_format, service.grammars), None
     if constraint is not None:
-        grammar = await asyncio.to_thread(service.grammars.compile, constraint.lark, constraint.param)
+        grammar = await unless_gone(
+            request.receive, service.grammars.compile_checked(constraint.lark, constraint.param)
+        )
     try:
         started = service.submit(
             prompt,

@@ -5,6 +5,7 @@ Compiling is bounded in work and in memory; what a schema asks and the library l
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lmstate.serve.answer.compile_check import CompileCheck, TooCostly
+from lmstate.serve.answer.schema_bounds import check_pattern, check_schema
 from lmstate.serve.tools import Tool, ToolFormat
 from lmstate.serve.tools.base import json_term, quoted
 from lmstate.serve.wire.errors import ApiError
@@ -25,8 +28,8 @@ if TYPE_CHECKING:
     from lmstate.text.tokenizer import Tokenizer
 
 SOURCE = 2**18  # characters of a schema or grammar
-SCHEMA_DEPTH = 60
 KEPT = 64  # compiled grammars
+LIMITS: dict[str, Any] = {"max_grammar_size": 100_000, "max_lexer_states": 50_000, "verbose_errors": False}
 ANYTHING = r"/(.|\n)*/"
 # Classes of a pattern that are ASCII's in JSON schemas and in other servers, and Unicode's in llguidance; and the slash
 # that would end the pattern.
@@ -111,6 +114,7 @@ class Grammars:
         self._special = tokenizer.special_ids
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
         self._lock = Lock()
+        self._costs = CompileCheck(self._helper_settings)
 
     def json_object(self) -> str:
         return self.json_schema({"type": "object"}, "response_format")
@@ -120,7 +124,8 @@ class Grammars:
         check_schema(schema, param)
         return f"start: {json_term(schema, strict)}"
 
-    def regex(self, pattern: str) -> str:
+    def regex(self, pattern: str, param: str) -> str:
+        check_pattern(pattern, param)
         # A slash may come escaped already, as in patterns of JavaScript.
         escaped = re.sub(r"\\.|/", lambda found: ESCAPES.get(found[0], found[0]), pattern, flags=re.DOTALL)
         return f"start: /{escaped}/"
@@ -176,13 +181,38 @@ class Grammars:
         token = self._tokenizer.id_of(text)
         return f"<[{token}]>" if token is not None and token in self._special else quoted(text)
 
+    async def compile_checked(self, lark: str, param: str, tools: Sequence[Tool] = ()) -> TokenGrammar:
+        """The grammar at its beginning, compiled off the loop, after a trial where its cost may be large.
+
+        Cancelling it ends the trial.
+        """
+        check_length(lark, param)
+        with self._lock:
+            known = lark in self._compiled
+        if not known:
+            try:
+                await self._costs.check(lark, own=not param.endswith(("regex", "pattern")))
+            except TooCostly:
+                raise ApiError(
+                    f"{param} takes too much time or memory to be compiled as a constraint: make it simpler",
+                    param=param,
+                    code="unsupported_grammar",
+                ) from None
+        return await asyncio.to_thread(self.compile, lark, param, tools)
+
+    async def close(self) -> None:
+        await self._costs.close()
+
+    def _helper_settings(self) -> dict[str, Any]:
+        ends = sorted(self._tokenizer.eos_ids)
+        return {"tokenizer": self._tokenizer.to_json(), "vocab": self._vocab, "ends": ends, "limits": LIMITS}
+
     def compile(self, lark: str, param: str, tools: Sequence[Tool] = ()) -> TokenGrammar:
         """The grammar at its beginning. Takes milliseconds; seconds at most for what the limits just allow.
 
         An error names `param`, or the schema that is at fault of one of the `tools` in the grammar.
         """
-        if len(lark) > SOURCE:
-            raise ApiError(f"{param} has {len(lark)} characters; at most {SOURCE} are compiled", param=param)
+        check_length(lark, param)
         with self._lock:
             if (known := self._compiled.get(lark)) is not None:
                 self._compiled.move_to_end(lark)
@@ -206,7 +236,7 @@ class Grammars:
     def _matcher(self, lark: str) -> llguidance.LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000, verbose_errors=False)
+        limits = LLParserLimits(**LIMITS)
         return LLMatcher(self._inner, LLMatcher.grammar_from_lark(lark), log_level=0, limits=limits)
 
     def token_bytes(self, token: int) -> bytes:
@@ -221,20 +251,9 @@ class Grammars:
         return LLTokenizer(self._tokenizer.to_json(), n_vocab=self._vocab, eos_token=ends)
 
 
-def check_schema(schema: Any, param: str) -> None:
-    """A JSON schema of reasonable size. Raises `ApiError`."""
-    if not isinstance(schema, dict | bool):
-        raise ApiError(f"{param} must be a JSON schema, an object", param=param)
-    level: list[Any] = [schema]
-    for _ in range(SCHEMA_DEPTH):
-        level = [
-            child
-            for parent in level
-            for child in (parent.values() if isinstance(parent, dict) else parent if isinstance(parent, list) else ())
-        ]
-        if not level:
-            return
-    raise ApiError(f"{param} is a schema nested more than {SCHEMA_DEPTH} deep", param=param)
+def check_length(lark: str, param: str) -> None:
+    if len(lark) > SOURCE:
+        raise ApiError(f"{param} has {len(lark)} characters; at most {SOURCE} are compiled", param=param)
 
 
 def reason_of(message: str) -> str:

@@ -16,7 +16,7 @@ from lmstate.engine.results import EngineClosed, QueueFull
 from lmstate.errors import StateError
 from lmstate.generation.answer import CONTEXT
 from lmstate.serve.answer.answers import Answer, AnswerMaker
-from lmstate.serve.answer.grammar import Grammars, TokenGrammar
+from lmstate.serve.answer.grammar import Grammars
 from lmstate.serve.answer.messages import Call, Chat, Message, Prompt, Renderer
 from lmstate.serve.settings import Settings
 from lmstate.serve.tools import Event, Tool
@@ -210,16 +210,19 @@ class Service:
         if use.required:
             stops = ()  # there is no text for them to end, and arguments are to be whole
 
-        def prepare() -> tuple[Prompt, TokenGrammar | None, AnswerMaker]:
+        def prepare() -> tuple[Prompt, tuple[str, str] | None, AnswerMaker]:
             prompt = self.renderer.prompt(chat)
             if tokens is not None:
                 prompt = Prompt(tokens, prompt.text, prompt.chain)
-            grammar = self._grammar(prompt, use, constraint)
+            written = self._grammar(prompt, use, constraint)
             least, include = options.get("min_tokens", 0), options.get("include_stop_str_in_output", False)
-            return prompt, grammar, self.maker(prompt, use, stops, call_prefix, least, include)
+            return prompt, written, self.maker(prompt, use, stops, call_prefix, least, include)
 
         # Rendering, tokenizing and compiling take milliseconds for long texts: not on the loop that feeds all streams.
-        prompt, grammar, maker = await asyncio.to_thread(prepare)
+        prompt, written, maker = await asyncio.to_thread(prepare)
+        grammar = None
+        if written is not None:
+            grammar = await unless_gone(receive, self.grammars.compile_checked(*written, use.offered))
         if self.settings.log_prompts:
             log.info("prompt: %s", prompt.text)
         request = self.submit(
@@ -268,8 +271,8 @@ class Service:
             include_stop,
         )
 
-    def _grammar(self, prompt: Prompt, use: ToolUse, constraint: Constraint | None) -> TokenGrammar | None:
-        """The grammar of the whole answer, reasoning included; None if anything goes."""
+    def _grammar(self, prompt: Prompt, use: ToolUse, constraint: Constraint | None) -> tuple[str, str] | None:
+        """(the grammar of the whole answer, reasoning included, the field that asks for it); None if anything goes."""
         grammars, format = self.grammars, self.renderer.format
         lark, param = (None, "tools") if constraint is None else (constraint.lark, constraint.param)
         if use.required:
@@ -288,7 +291,7 @@ class Service:
         reasoning = self.renderer.reasoning
         if reasoning is not None and not reasoning.closed_by(prompt.text):
             lark = grammars.with_reasoning(lark, reasoning.start, reasoning.end, reasoning.opened_by(prompt.text))
-        return grammars.compile(lark, param, use.offered)
+        return lark, param
 
     def remember(self, task: ChatTask, answer: Answer, message: Message) -> Sampled | None:
         """Keep an answer's tokens, for when a client sends `message` back, in whatever words.

@@ -250,7 +250,9 @@ async def completions(service: Service, request: Request, body: CompletionBody) 
         for prompt in prompts:
             grammar = None
             if constraint is not None:
-                grammar = await asyncio.to_thread(service.grammars.compile, constraint.lark, constraint.param)
+                grammar = await unless_gone(
+                    request.receive, service.grammars.compile_checked(constraint.lark, constraint.param)
+                )
             while True:
                 try:
                     requests.append(service.submit(prompt, options, max_new_tokens=longest, grammar=grammar))

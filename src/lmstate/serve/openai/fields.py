@@ -105,7 +105,7 @@ def _formatted(given: ResponseFormat, grammars: Grammars, path: str) -> Constrai
     if given.type == "regex":
         if given.pattern is None:
             raise wrong(f"{path}.pattern", "a string", None)
-        return Constraint(grammars.regex(given.pattern), path)
+        return Constraint(grammars.regex(given.pattern, f"{path}.pattern"), f"{path}.pattern")
     holder, name = (given.json_schema, f"{path}.json_schema.schema") if given.json_schema else (given, f"{path}.schema")
     if holder.schema is None:
         raise wrong(name, "a JSON schema", None)
@@ -117,7 +117,7 @@ def _structured(given: StructuredOutputs, names: dict[str, str], grammars: Gramm
     if given.grammar is not None:
         return Constraint(lark_of(given.grammar, names["grammar"]), names["grammar"])
     if given.regex is not None:
-        return Constraint(grammars.regex(given.regex), names["regex"])
+        return Constraint(grammars.regex(given.regex, names["regex"]), names["regex"])
     if given.json is not None:
         return Constraint(grammars.json_schema(_schema(given.json, names["json"]), names["json"]), names["json"])
     if given.json_object:
