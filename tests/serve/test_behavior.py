@@ -515,9 +515,9 @@ def test_a_large_body_is_read_beside_the_loop(engine: Engine, monkeypatch: pytes
     beside: list[bool] = []
     read = serve_http.parse_body
 
-    def told(body: bytes) -> Any:
+    def told(body: bytes, form: type[Any]) -> Any:
         beside.append(asyncio._get_running_loop() is None)
-        return read(body)
+        return read(body, form)
 
     monkeypatch.setattr(serve_http, "parse_body", told)
     with running(engine, BASE) as server, server.client() as client:
