@@ -88,13 +88,15 @@ static void finish_rows(const linear_args *a) {
   team_barrier();
 }
 
-/* One block of 16 outputs for `rows` rows from `row` on. `rows`, `bits` and `bytes` are constants where this is called. */
+/* One block of 16 outputs for `rows` rows from `row` on. `rows`, `bits` and `bytes` are constants where this is
+ * called. */
 INLINE void grouped_tile(const linear_args *a, const rounded *x, const uint8_t *p, int64_t block, int64_t row, int rows,
                          int bits, int bytes) {
   f16x acc[TALL];
   UNROLL_ROWS for (int m = 0; m < rows; m++) acc[m] = f16x_zero();
+  const int64_t beside = tile_rows(a, row);
   x = rounded_at(x, first_group(a, row), bytes);
-  for (int64_t g = 0; g < a->inputs / GROUP; g++, x = rounded_at(x, rows, bytes)) {
+  for (int64_t g = 0; g < a->inputs / GROUP; g++, x = rounded_at(x, beside, bytes)) {
     f16x dots[TALL];
     for (int l = 0; l < (bits == 4 ? BYTES4 : BYTES8); l += 64) __builtin_prefetch(p + AHEAD + l, 0, 1);
     const group w = bits == 4 ? unpack4(p, bytes) : unpack8(p, bytes);
@@ -117,31 +119,41 @@ INLINE void grouped_tile(const linear_args *a, const rounded *x, const uint8_t *
   linear_finish(a, tile[0], BLOCK, row, rows, first, left < BLOCK ? left : BLOCK);
 }
 
-INLINE void grouped_block(const linear_args *a, const rounded *x, int64_t block, span_of_rows of, int bits,
-                          int bytes) {
-  const uint8_t *p = (const uint8_t *)a->weight + block * (a->inputs / GROUP) * (bits == 4 ? BYTES4 : BYTES8);
-  int64_t row = of.first;
-  for (; row + TALL <= of.last; row += TALL) grouped_tile(a, x, p, block, row, TALL, bits, bytes);
-  switch (of.last - row) {
-    case 1: grouped_tile(a, x, p, block, row, 1, bits, bytes); break;
-    case 2: grouped_tile(a, x, p, block, row, 2, bits, bytes); break;
-    case 3: grouped_tile(a, x, p, block, row, 3, bits, bytes); break;
-    case 4: grouped_tile(a, x, p, block, row, 4, bits, bytes); break;
-    case 5: grouped_tile(a, x, p, block, row, 5, bits, bytes); break;
-    case 6: grouped_tile(a, x, p, block, row, 6, bits, bytes); break;
-    case 7: grouped_tile(a, x, p, block, row, 7, bits, bytes); break;
-    default: break;
+/* Blocks of outputs that meet a tile of rows while it is in the first cache. */
+enum { BLOCKS_TOGETHER = 4 };
+
+/* The blocks begin..end for the rows of a span. */
+INLINE void grouped_panels(const linear_args *a, const rounded *x, int64_t begin, int64_t end, span_of_rows of,
+                           int bits, int bytes) {
+  const int64_t size = a->inputs / GROUP * (bits == 4 ? BYTES4 : BYTES8);
+  const int height = VL == 8 && bytes == 1 ? TALL / 2 : TALL; /* so many sums fit the registers */
+  for (int64_t first = begin, last; first < end; first = last) {
+    last = first + BLOCKS_TOGETHER < end ? first + BLOCKS_TOGETHER : end;
+    for (int64_t row = of.first; row < of.last; row += height)
+      for (int64_t b = first; b < last; b++) {
+        const uint8_t *p = (const uint8_t *)a->weight + b * size;
+        switch (of.last - row) {
+          case 1: grouped_tile(a, x, p, b, row, 1, bits, bytes); break;
+          case 2: grouped_tile(a, x, p, b, row, 2, bits, bytes); break;
+          case 3: grouped_tile(a, x, p, b, row, 3, bits, bytes); break;
+          case 4: grouped_tile(a, x, p, b, row, 4, bits, bytes); break;
+          case 5: grouped_tile(a, x, p, b, row, height < 5 ? height : 5, bits, bytes); break;
+          case 6: grouped_tile(a, x, p, b, row, height < 6 ? height : 6, bits, bytes); break;
+          case 7: grouped_tile(a, x, p, b, row, height < 7 ? height : 7, bits, bytes); break;
+          default: grouped_tile(a, x, p, b, row, height, bits, bytes); break;
+        }
+      }
   }
 }
 
-#define GROUPED_BLOCK(name, bits, bytes) \
-  static void name(const linear_args *a, const rounded *x, int64_t block, span_of_rows of) { \
-    grouped_block(a, x, block, of, bits, bytes); \
+#define GROUPED_PANELS(name, bits, bytes) \
+  static void name(const linear_args *a, const rounded *x, int64_t begin, int64_t end, span_of_rows of) { \
+    grouped_panels(a, x, begin, end, of, bits, bytes); \
   }
-GROUPED_BLOCK(grouped_block4, 4, 2)
-GROUPED_BLOCK(grouped_block8, 8, 2)
-GROUPED_BLOCK(grouped_block4_by_bytes, 4, 1)
-GROUPED_BLOCK(grouped_block8_by_bytes, 8, 1)
+GROUPED_PANELS(grouped_panels4, 4, 2)
+GROUPED_PANELS(grouped_panels8, 8, 2)
+GROUPED_PANELS(grouped_panels4_by_bytes, 4, 1)
+GROUPED_PANELS(grouped_panels8_by_bytes, 8, 1)
 
 /* The most threads that share a parallel region, each of which makes rows in memory of its own. */
 static int64_t most_threads(const linear_args *a) { return a->threads > 1 ? a->threads : 1; }
@@ -149,7 +161,8 @@ static int64_t most_threads(const linear_args *a) { return a->threads > 1 ? a->t
 /* Bytes of a row as it is multiplied, of those that are made first; of all rows. */
 static size_t row_bytes(const linear_args *a) {
   const size_t k = (size_t)a->inputs;
-  return grouped(a) ? k / GROUP * (size_t)rounded_size(activation_bytes(a->kind)) : k * (bf16_applies(a) ? sizeof(uint16_t) : sizeof(float));
+  if (grouped(a)) return k / GROUP * (size_t)rounded_size(activation_bytes(a->kind));
+  return k * (bf16_applies(a) ? sizeof(uint16_t) : sizeof(float));
 }
 static size_t rows_bytes(const linear_args *a) {
   const size_t bytes = (size_t)a->rows * row_bytes(a) + (bf16_in_tiles(a) ? BF16_BEHIND : 0);
@@ -248,14 +261,12 @@ static void multiply(const linear_args *a, int64_t begin, int64_t end, const cha
       else bf16_blocks(a, (const uint16_t *)memory, begin, end, of, scratch);
       continue;
     }
-    for (int64_t b = begin; b < end; b++) {
-      const rounded *own = (const rounded *)memory;
-      switch (a->kind) {
-        case INT4: grouped_block4(a, own, b, of); break;
-        case INT8: grouped_block8(a, own, b, of); break;
-        case INT4_BY_BYTES: grouped_block4_by_bytes(a, own, b, of); break;
-        default: grouped_block8_by_bytes(a, own, b, of); break;
-      }
+    const rounded *own = (const rounded *)memory;
+    switch (a->kind) {
+      case INT4: grouped_panels4(a, own, begin, end, of); break;
+      case INT8: grouped_panels8(a, own, begin, end, of); break;
+      case INT4_BY_BYTES: grouped_panels4_by_bytes(a, own, begin, end, of); break;
+      default: grouped_panels8_by_bytes(a, own, begin, end, of); break;
     }
   }
   if (bytes || pairs_in_tiles) end_tiles();

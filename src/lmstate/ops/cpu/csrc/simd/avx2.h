@@ -177,8 +177,8 @@ INLINE void quad_dots(const group *g, const rounded *x, int q, int rows, __m256i
     }
 }
 /* The same of activations of one byte. Pairs of products are added in 16 bits, with saturation that they never reach:
- * with weights of 4 bits all 16 of a group make 16 * 15 * 127 at most, and stay in 16 bits; with weights of 8 bits a pair
- * makes 2 * 128 * 127, after the weight's sign went to the activation, and goes to 32 bits at once. */
+ * with weights of 4 bits all 16 of a group make 16 * 15 * 127 at most, and stay in 16 bits; with weights of 8 bits a
+ * pair makes 2 * 128 * 127, after the weight's sign went to the activation, and goes to 32 bits at once. */
 INLINE void quad_byte_dots(const group *g, const rounded *x, int q, int rows, int bits, __m256i (*sums)[2]) {
   UNROLL for (int m = 0; m < rows; m++) {
     int32_t four;
