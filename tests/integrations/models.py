@@ -66,6 +66,10 @@ MORE: dict[str, Callable[[], Any]] = {
     "deepseek_v32": partial(
         _config, "DeepseekV32Config", **_LATENT, n_shared_experts=1, index_n_heads=2, index_head_dim=16, index_topk=128
     ),
+    "zamba": partial(
+        _config, "ZambaConfig", num_hidden_layers=6, attn_layer_period=3, attn_layer_offset=2, mamba_d_state=8,
+        n_mamba_heads=2,
+    ),
     "glm4": partial(_config, "Glm4Config", head_dim=8),
     "exaone4": partial(_config, "Exaone4Config", sliding_window=12, sliding_window_pattern=3),
 }  # fmt: skip

@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 
 from lmstate.errors import StateError, UnsupportedError
 from lmstate.integrations.transformers.cache import hooks
-from lmstate.integrations.transformers.cache.history import Call
+from lmstate.integrations.transformers.cache.history import MASK, Call
 from lmstate.integrations.transformers.cache.rewind_log import Checkpoint, RewindLog
 
 ONE_BY_ONE = frozenset({"falcon_mamba", "jamba", "mamba", "zamba"})
@@ -41,6 +41,7 @@ class Calls(hooks.CallObserver):
         self._last = 0  # tokens of the last call
         self._origin: Checkpoint | None = None  # before a call of which a first part was fed on its own
         self._earlier: list[ModelOutput] = []  # outputs of this call's tokens that were fed singly
+        self._padding: Tensor | None = None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -97,14 +98,36 @@ class Calls(hooks.CallObserver):
                 "batch_repeat_interleave, batch_select_indices or fork this one"
             )
 
+    @property
+    def padding(self) -> Tensor | None:
+        return self._padding
+
+    def with_whole_mask(self, call: Call) -> Call:
+        mask, held = _mask(call), self._log.history.mask
+        if mask is None or not self._log.notes_calls or not call.stop - call.start <= mask.shape[1] < call.stop:
+            return call
+        before = mask.new_ones(len(mask), call.stop - mask.shape[1])
+        if held is not None:
+            known = held[:, : before.shape[1]].to(before)
+            before[:, : known.shape[1]] = known
+        return Call(call.start, call.stop, {**call.given, MASK: torch.cat([before, mask], dim=1)})
+
+    def fed(self, call: Call) -> dict[str, Any]:
+        mask = _mask(call)
+        if mask is None or self._log.attention is not None:
+            return call.given
+        return {**call.given, MASK: mask[:, call.start - call.stop :]}
+
     def feeds_apart(self, call: Call, outputs: dict[str, Any]) -> bool:
         wanted = any(outputs.get(name) for name in ("output_hidden_states", "output_attentions", "labels"))
-        mask = call.given.get("attention_mask")
-        plain = mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
+        plain = call.given.get(MASK) is None or _mask(call) is not None
         return self.recording and self._log.feeds and plain and not wanted
 
     def begin(self, call: Call) -> None:
         self.running = call
+        mask = _mask(call) if self._log.recurrent else None
+        new = None if mask is None else mask[:, call.start - call.stop :]
+        self._padding = None if new is None or bool(new.all()) else new
         self._log.thaw()
         if self._log.draft is not None and self._log.draft is self._origin:
             return  # the last token of a call, whose place to go back to is before the first
@@ -112,7 +135,7 @@ class Calls(hooks.CallObserver):
         self._log.before_call(call.start, turn=turn, recording=self.recording)
 
     def end(self, failed: bool) -> list[ModelOutput]:
-        call, self.running = self.running, None
+        call, self.running, self._padding = self.running, None, None
         earlier, self._earlier = self._earlier, []
         origin, self._origin = self._origin, None
         if failed:
@@ -177,6 +200,12 @@ class Calls(hooks.CallObserver):
             self._log.undo(origin)
             raise
         self._origin = origin
+
+
+def _mask(call: Call) -> Tensor | None:
+    """The mask `[R, n]` of a call's text, if it was given one of two axes."""
+    mask = call.given.get(MASK)
+    return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
 def _holds(module: nn.Module, part: nn.Module) -> bool:

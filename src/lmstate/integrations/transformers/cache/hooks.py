@@ -1,4 +1,4 @@
-"""Two forward hooks, and wrappers around three methods of `generate`, that let a cache observe each call of its model.
+"""Forward hooks, and wrappers around three methods of `generate`, that let a cache observe each call of its model.
 
 All are added to the one model and do nothing for calls with another cache. The wrappers stand before methods that
 `generate` calls, not before `generate` itself: in `model.generate(..., cache=StateCache(model))` Python has taken
@@ -15,11 +15,11 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.utils import ModelOutput
 
-from lmstate.integrations.transformers.cache.history import CACHES, EMBEDS, IDS, OUTPUTS, Call
+from lmstate.integrations.transformers.cache.history import CACHES, EMBEDS, IDS, MASK, OUTPUTS, Call
 
 GENERATE = next(
     name for name in CACHES if name in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
@@ -44,6 +44,19 @@ class CallObserver(ABC):
     @abstractmethod
     def admit(self, rows: int, held: int) -> None:
         """Raise `StateError` unless a call with so many rows may go on from here, where `held` are held (0: none)."""
+
+    @property
+    @abstractmethod
+    def padding(self) -> Tensor | None:
+        """The mask `[R, T]` of the tokens that are fed now, if some are padding and the model is recurrent."""
+
+    @abstractmethod
+    def with_whole_mask(self, call: Call) -> Call:
+        """The call with a mask of the whole text, where it was given one of its last tokens."""
+
+    @abstractmethod
+    def fed(self, call: Call) -> dict[str, Any]:
+        """What the model takes of a call: one without attention takes the mask of the new tokens alone."""
 
     @abstractmethod
     def feeds_apart(self, call: Call, outputs: dict[str, Any]) -> bool:
@@ -92,6 +105,9 @@ def attach(model: nn.Module) -> None:
     if not any(hook is before for hook in model._forward_pre_hooks.values()):
         model.register_forward_pre_hook(before, with_kwargs=True)
         model.register_forward_hook(after, with_kwargs=True, always_call=True)
+        for mixer in model.modules():
+            if _mask_name(mixer) is not None and any(isinstance(part, nn.Conv1d) for part in mixer.children()):
+                mixer.register_forward_pre_hook(mask_padding, with_kwargs=True)
     if getattr(model, "_is_stateful", False):
         for wrapper in (_validate_model_kwargs, _validate_generation_mode, _prepare_cache_for_generation):
             vars(model)[wrapper.__name__] = MethodType(wrapper, model)
@@ -137,6 +153,7 @@ def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     observer.admit(fed.shape[0], cache.rows)
     inputs = {key: value for key, value in given.items() if key not in OUTPUTS and value is not None}
     call = Call(cache.get_seq_length(), cache.get_seq_length() + fed.shape[1], inputs)
+    call = observer.with_whole_mask(call)
     outputs = {key: value for key, value in given.items() if key in OUTPUTS}
     kept = outputs.get("logits_to_keep")
     if observer.feeds_singly and call.start and fed.shape[1] > 1:
@@ -145,7 +162,24 @@ def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
         # A rejected draft would cost the prompt a second time; so the prompt, whose logits are not wanted, goes first.
         call = observer.feed_first(cache, call, call.stop - kept)
     observer.begin(call)
-    return (), {**call.given, **outputs, name: cache}
+    return (), {**observer.fed(call), **outputs, name: cache}
+
+
+@torch.compiler.disable
+def mask_padding(
+    mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Have a recurrent mixer see the padding among its tokens, also of one token, whose mask its model leaves out."""
+    given = dict(zip(parameters(type(mixer)), args)) | kwargs
+    cache, name = cache_of(given), _mask_name(mixer)
+    if cache is None or cache.observer.padding is None or name is None:
+        return None
+    return (), {**given, name: cache.observer.padding}
+
+
+def _mask_name(mixer: nn.Module) -> str | None:
+    """The name by which a recurrent mixer takes the mask of its tokens."""
+    return next((name for name in (MASK, "conv_mask") if name in parameters(type(mixer))), None)
 
 
 @torch.compiler.disable

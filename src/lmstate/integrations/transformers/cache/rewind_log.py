@@ -60,6 +60,16 @@ class RewindLog:
         """Position from which inputs are known, of a cache that may need them."""
         return self.history.known if self._forgets else 0
 
+    @property
+    def recurrent(self) -> bool:
+        """Whether a layer is recurrent."""
+        return bool(self._recurrent)
+
+    @property
+    def notes_calls(self) -> bool:
+        """Whether the inputs of calls are kept."""
+        return self._forgets and not self._encoder
+
     def length(self, index: int) -> int:
         """Tokens held by a layer."""
         if self.lost:
@@ -102,7 +112,7 @@ class RewindLog:
     def after_call(self, call: Call) -> None:
         """Note a call that has run."""
         self.seen = call.stop
-        if self._forgets and not self._encoder:
+        if self.notes_calls:
             self.history.add(call)
 
     def checkpoint(self, position: int) -> Checkpoint:
