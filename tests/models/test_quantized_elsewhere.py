@@ -18,51 +18,10 @@ from tests.zoo import CASES, pair
 from tests.zoo import text as ids
 
 STEM = "model.layers.0.self_attn.q_proj"
-INT32, HALF = torch.int32, torch.float16
+HALF = torch.float16
 
 # quant_method: what else the config says of it, and what the tool stores in place of a matrix [96, 48].
 TOOLS: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {
-    "gptq": (
-        {"bits": 4, "group_size": 16, "checkpoint_format": "gptq_v2"},
-        {
-            "qweight": torch.zeros(6, 96, dtype=INT32),
-            "qzeros": torch.zeros(3, 12, dtype=INT32),
-            "scales": torch.ones(3, 96, dtype=HALF),
-            "g_idx": torch.zeros(48, dtype=INT32),
-        },
-    ),
-    "awq": (
-        {"bits": 4, "group_size": 16, "version": "gemm"},
-        {
-            "qweight": torch.zeros(48, 12, dtype=INT32),
-            "qzeros": torch.zeros(3, 12, dtype=INT32),
-            "scales": torch.ones(3, 96, dtype=HALF),
-        },
-    ),
-    "compressed-tensors": (
-        {"format": "pack-quantized"},
-        {
-            "weight_packed": torch.zeros(96, 6, dtype=INT32),
-            "weight_scale": torch.ones(96, 3),
-            "weight_shape": torch.tensor([96, 48]),
-        },
-    ),
-    "modelopt": (
-        {"quant_algo": "NVFP4"},
-        {
-            "weight": torch.zeros(96, 24, dtype=torch.uint8),
-            "weight_scale": torch.zeros(96, 3, dtype=torch.float8_e4m3fn),
-            "weight_scale_2": torch.ones(()),
-        },
-    ),
-    "bitsandbytes": (
-        {"load_in_4bit": True},
-        {
-            "weight": torch.zeros(2304, 1, dtype=torch.uint8),
-            "weight.absmax": torch.ones(72),
-            "weight.quant_map": torch.ones(16),
-        },
-    ),
     "eetq": ({}, {"weight": torch.zeros(48, 96, dtype=torch.int8), "weight_scales": torch.ones(96, dtype=HALF)}),
     "hqq": ({}, {"W_q": torch.zeros(48, 48, dtype=torch.uint8), "scale": torch.ones(96, 1), "zero": torch.ones(96, 1)}),
     "quark": ({}, {"weight": torch.zeros(96, 48, dtype=torch.float8_e4m3fn), "weight_scale": torch.ones(())}),
@@ -92,7 +51,7 @@ def test_the_error_names_the_tool_and_what_is_read(tool: str, tmp_path: Path) ->
     assert f"quant_method {tool!r}" in message and STEM in message
     for key in ("format", "checkpoint_format", "quant_algo"):
         assert f"({more.get(key, tool)!r})" in message or key not in more
-    for part in ("'mxfp4'", "'fp8'", "GGUF", 'weights="int4"'):
+    for part in ("'mxfp4'", "'fp8'", "'gptq'", "GGUF", 'weights="int4"'):
         assert part in message
 
 
@@ -102,12 +61,12 @@ def test_a_tool_that_left_the_weights_as_they_were_is_no_error(tool: str, tmp_pa
     torch.testing.assert_close(ours(ids(40)), pair("llama")[1](ids(40)), atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("quantization", [{}, {"quant_method": None}, {"quant_method": 3}, {"quant_method": ["gptq"]}])
+@pytest.mark.parametrize("quantization", [{}, {"quant_method": None}, {"quant_method": 3}, {"quant_method": ["hqq"]}])
 def test_a_config_that_names_no_tool_is_refused_for_what_is_missing(
     quantization: dict[str, Any], tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match="lacks the tensor"):
-        lmstate.load(saved(tmp_path, quantization, TOOLS["gptq"][1]))
+        lmstate.load(saved(tmp_path, quantization, TOOLS["hqq"][1]))
 
 
 def test_indices_are_no_quantized_matrices(tmp_path: Path) -> None:

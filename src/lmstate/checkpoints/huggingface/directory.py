@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from torch import Tensor
 
 from lmstate.checkpoints.huggingface import fp8, mxfp4, quantization
+from lmstate.checkpoints.huggingface.packed import find as packed_matrices
 from lmstate.checkpoints.source import GroupedQuant, dtype_name
 from lmstate.errors import ModelError
 from lmstate.files.json_object import read_object
@@ -27,7 +29,6 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.notes: tuple[str, ...] = ()
-        self.conversions: tuple[str, ...] = ()
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} has no config.json, so it is no checkpoint directory")
         self.config = read_object(path / "config.json")
@@ -45,22 +46,38 @@ class Checkpoint:
                 f"two safetensors files of {path} hold a tensor of the same name; the checkpoint is damaged"
             )
 
-        self._scales = {name: fp8.scales_of(name, self._where) for name in self._where if self._is_fp8(name)}
+        entries = {name: shard.entries[name] for name, shard in self._where.items()}
+        packed = {} if method is None or self._mxfp4 else packed_matrices(entries, self._tensor, settings, path)
+        self._packed = packed
+        lossy = Counter(matrix.lossy for matrix in packed.values() if matrix.lossy)
+        self.conversions = tuple(
+            f"{count} matrices of {how} are dequantized and held as int8, the nearest storage"
+            for how, count in lossy.items()
+        )
+        whole = frozenset(entries) - {part for matrix in packed.values() for part in matrix.parts}
+        self._scales = {name: fp8.scales_of(name, self._where) for name in whole if self._is_fp8(name)}
         beside = {each for name in self._scales for each in fp8.of_activations(name)}
-        self._names = frozenset(self._where) - beside - set(self._scales.values())
-        quantization.check_read(settings, {name: self._where[name].entries[name] for name in self._names}, path)
+        plain = whole - beside - set(self._scales.values())
+        quantization.check_read(settings, {name: entries[name] for name in plain}, path)
+        self._names = plain | set(packed)
 
     def names(self) -> frozenset[str]:
         return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._packed:
+            return self._packed[name].shape
         return self._where[name].entries[name].shape
 
     def stored(self, name: str) -> str:
+        if name in self._packed:
+            return self._packed[name].stored
         # 8-bit floats times their scales have the range of bfloat16.
         return "bfloat16" if self._is_fp8(name) else self._dtype(name)
 
     def read(self, name: str) -> Tensor | GroupedQuant:
+        if name in self._packed:
+            return self._packed[name].read()
         if self._is_fp8(name):
             return self._dequantized(name)
         blocks = self._mxfp4 and name.endswith(mxfp4.PARTS) and self._dtype(name) == "uint8"
@@ -69,6 +86,9 @@ class Checkpoint:
                 f"tensor {name!r} of {self.path} holds {self._dtype(name)} numbers; lmstate reads checkpoints of "
                 f"{', '.join(FLOATS)}. A quantized checkpoint of this kind needs converting to one of those first"
             )
+        return self._where[name].tensor(name)
+
+    def _tensor(self, name: str) -> Tensor:
         return self._where[name].tensor(name)
 
     def _dtype(self, name: str) -> str:

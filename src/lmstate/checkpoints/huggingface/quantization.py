@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lmstate.checkpoints.config import Config
-from lmstate.checkpoints.huggingface import fp8
+from lmstate.checkpoints.huggingface import fp8, packed
 from lmstate.checkpoints.source import dtype_name
 from lmstate.errors import ModelError
 from lmstate.files.safetensors import Entry
@@ -44,7 +44,7 @@ def check_read(quantization: Config, tensors: Mapping[str, Entry], path: Path) -
     form = next((f" ({each[:80]!r})" for key in FORMS if isinstance(each := quantization.get(key), str)), "")
     raise ModelError(
         f"{path} is quantized in a way that lmstate does not read: quant_method {method[:80]!r}{form} of its "
-        f"quantization_config, and {name[:80]!r} holds {dtype_name(matrices[name])} numbers. It reads {MXFP4!r}, and "
-        f"the 8-bit floats of {', '.join(map(repr, fp8.METHODS))}. Load a GGUF of this model, or its original weights, "
-        f'with weights="int4" to have them small'
+        f"quantization_config, and {name[:80]!r} holds {dtype_name(matrices[name])} numbers. It reads {MXFP4!r}, "
+        f"{', '.join(map(repr, packed.METHODS))}, and the 8-bit floats of {', '.join(map(repr, fp8.METHODS))}. "
+        f'Load a GGUF of this model, or its original weights, with weights="int4" to have them small'
     )
