@@ -31,6 +31,7 @@ from lmstate.checkpoints.gguf.architectures.delta import DELTAS
 from lmstate.checkpoints.gguf.architectures.dense import DENSE
 from lmstate.checkpoints.gguf.architectures.mamba import HYBRIDS
 from lmstate.checkpoints.gguf.architectures.moe import MIXTURES
+from lmstate.checkpoints.gguf.architectures.older import OLDER
 from lmstate.checkpoints.gguf.architectures.shared_kv import SHARED
 from lmstate.checkpoints.gguf.architectures.windowed import WINDOWS_AND_LATENTS
 from lmstate.checkpoints.gguf.reader import GgufContents, TensorPlace
@@ -119,6 +120,7 @@ ARCHITECTURES = {
     **MIXTURES,
     **WINDOWS_AND_LATENTS,
     **SHARED,
+    **OLDER,
 }
 
 

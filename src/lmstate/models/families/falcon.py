@@ -20,6 +20,7 @@ def build(w: WeightLoader) -> Model:
     if config.bool("alibi", default=False):
         raise ModelError(f"{config.where} asks for ALiBi, positions that are added to scores, which lmstate cannot do")
     grouped = config.bool("new_decoder_architecture", default=False)
+    together = config.bool("qkv_grouped", default=True)  # not in a GGUF
     parallel = config.bool("parallel_attn", default=True)
     if grouped and not parallel:
         raise ModelError(f"{config.where} asks for Falcon's new architecture one part after the other; there is none")
@@ -40,10 +41,11 @@ def build(w: WeightLoader) -> Model:
         first = normed(f"{layer}.{'ln_attn' if two_norms else 'input_layernorm'}")
         second = first
         if two_norms or not parallel:
-            second = normed(f"{layer}.{'ln_mlp' if two_norms else 'post_attention_layernorm'}")
+            name = f"{layer}.{'ln_mlp' if two_norms else 'post_attention_layernorm'}.weight"
+            second = normed(b.first_present(w, name, f"{layer}.input_layernorm.weight").removesuffix(".weight"))
         return Block(
             b.fused_attention(
-                w, shape, rope, f"{inside}.query_key_value", f"{inside}.dense", grouped=True, biased=biased
+                w, shape, rope, f"{inside}.query_key_value", f"{inside}.dense", grouped=together, biased=biased
             ),
             b.ungated_mlp(w, f"{layer}.mlp", shape.hidden, inner, act, ("dense_h_to_4h", "dense_4h_to_h"), biased),
             first,

@@ -41,8 +41,9 @@ def build(w: WeightLoader) -> Model:
     by_layer = config.bool("scale_attn_by_inverse_layer_idx", default=False)
 
     def matrix(name: str, outputs: int, inputs: int) -> tuple[Weight, Tensor]:
-        """A matrix, which is stored [K, N], and its bias."""
-
+        """A matrix, which is stored [K, N] but in a GGUF, and its bias."""
+        if not config.bool("conv1d", default=True):
+            return w.linear(f"{name}.weight", shape=(outputs, inputs)), w.tensor(f"{name}.bias", (outputs,))
         weight = w.derived(
             f"{name}.weight, transposed", f"{name}.weight", make=lambda numbers: floats(numbers).T,
             shape=(outputs, inputs),

@@ -29,13 +29,14 @@ def build(w: WeightLoader) -> Model:
     rope, normed = make_rope(Config({**config, **names}), shape.head_dim).to(w.device), b.layer_norms(w, shape)
     biased = config.bool("attention_bias", default=False)
     parallel = config.bool("use_parallel_residual", default=False)
+    grouped = config.bool("qkv_grouped", default=True)  # not in a GGUF
 
     def block(index: int) -> Block:
         layer = f"gpt_neox.layers.{index}"
         inside = f"{layer}.attention"
         return Block(
             b.fused_attention(
-                w, shape, rope, f"{inside}.query_key_value", f"{inside}.dense", grouped=True, biased=biased
+                w, shape, rope, f"{inside}.query_key_value", f"{inside}.dense", grouped=grouped, biased=biased
             ),
             b.ungated_mlp(
                 w, f"{layer}.mlp", shape.hidden, inner, act, ("dense_h_to_4h", "dense_4h_to_h"), biased=True
