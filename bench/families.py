@@ -52,7 +52,7 @@ LEFT_OUT = {
     **dict.fromkeys(("ctrl", "cpmant", "gpt_neox_japanese", "openai-gpt", "reformer"), OLD),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), DRAFTER),
     **dict.fromkeys(
-        ("apertus1p5_text", "aria_text", "beam", "biogpt", "bitnet", "bloom", "codegen", "cohere2_moe",
+        ("aria_text", "beam", "biogpt", "bitnet", "bloom", "codegen", "cohere2_moe",
          "cohere_compass_text", "diffllama", "doge", "dory", "exaone", "flint", "gpt_bigcode", "gpt_neo", "gptj",
          "hy_v3", "hyperclovax", "inkling2_loop_text", "inkling2_text", "inkling_text", "jais2", "jetmoe",
          "kolibri1", "lara_mini", "minicpm3", "modernbert-decoder", "mpt", "opt", "persimmon", "phi4_multimodal",

@@ -118,6 +118,7 @@ CASES = {
         tie_word_embeddings=True,
     ),
     "apertus": partial(_config, "ApertusConfig"),
+    "apertus1p5": partial(_config, "Apertus1p5TextConfig"),
     "apertus-biased": partial(
         _config, "ApertusConfig", num_key_value_heads=6, attention_bias=True, tie_word_embeddings=True,
         hidden_act="relu2", **_rope(),

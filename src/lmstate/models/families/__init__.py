@@ -19,6 +19,7 @@ from lmstate.models.model import Model
 FAMILIES = {
     "afmoe": "afmoe",
     "apertus": "apertus",
+    "apertus1p5_text": "apertus",
     "arcee": "llama",
     "axk1": "deepseek",
     "bailing_hybrid": "bailing_hybrid",

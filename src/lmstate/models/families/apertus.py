@@ -17,19 +17,18 @@ from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
 from lmstate.ops import Norm, Residual, Weight
 
-DEFAULTS: b.Defaults = {
-    "apertus": {
-        **b.EPS,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "rope_theta": 12e6,
-            "factor": 8.0,
-            "original_max_position_embeddings": 8192,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-        },
-    }
+APERTUS = {
+    **b.EPS,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "rope_theta": 12e6,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
 }
+DEFAULTS: b.Defaults = {"apertus": APERTUS, "apertus1p5_text": {**APERTUS, "hidden_act": "xielu"}}
 
 
 @dataclass(frozen=True, eq=False)
