@@ -38,7 +38,7 @@ def small(name: str) -> Any:
 
     config_class = transformers.CONFIG_MAPPING[name]
     known = config_class().to_dict()
-    changes = {field: value for field, value in SMALL.items() if isinstance(known.get(field), int)}
+    changes: dict[str, Any] = {field: value for field, value in SMALL.items() if isinstance(known.get(field), int)}
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config_class(**changes), dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(0)
