@@ -80,7 +80,7 @@ def speed(
     model: lmstate.Model, prompts: list[list[int]], tokens: int, draft: object, sampler: Sampler | None
 ) -> tuple[float, Generation]:
     """Decoded tokens a second, and the generation."""
-    generation = Generation(model, prompts, max_new_tokens=tokens, draft=draft, sampler=sampler)  # type: ignore[arg-type]
+    generation = Generation(model, prompts, max_new_tokens=tokens, draft=draft, params=sampler)  # type: ignore[arg-type]
     for _ in generation:
         pass
     return generation.report().tokens_per_second, generation

@@ -26,6 +26,7 @@ from lmstate.errors import (
 if TYPE_CHECKING:
     from lmstate import kv
     from lmstate.engine import Engine
+    from lmstate.generation import SamplingParams
     from lmstate.loading import load
     from lmstate.models.model import Model
     from lmstate.state import BlockPool, Snapshot, SnapshotFolder, State
@@ -41,6 +42,7 @@ __all__ = [
     "ModelError",
     "PendingError",
     "RewindError",
+    "SamplingParams",
     "Snapshot",
     "SnapshotError",
     "SnapshotFolder",
@@ -57,6 +59,7 @@ _LAZY = {
     "BlockPool": "lmstate.state",
     "Engine": "lmstate.engine",
     "Model": "lmstate.models.model",
+    "SamplingParams": "lmstate.generation",
     "Snapshot": "lmstate.state",
     "SnapshotFolder": "lmstate.state",
     "State": "lmstate.state",

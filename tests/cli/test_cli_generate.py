@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +22,8 @@ import lmstate
 from lmstate.cli.app import app
 from lmstate.cli.output import Interrupt
 from lmstate.cli.progress import PromptProgress
-from lmstate.generation.sampling import Sampler, TokenPicker
+from lmstate.generation import Sampler, SamplingParams
+from lmstate.generation.row import AnswerRow
 from lmstate.state.step import CHUNK
 from tests.generation.fake_model import FakeModel
 from tests.zoo import ours
@@ -84,13 +87,13 @@ def test_what_is_not_asked_for_is_as_the_model_suggests(
     sampler: Sampler,
 ) -> None:
     taken: list[Sampler] = []
-    pick = TokenPicker.__init__
+    begin = AnswerRow.__init__
 
-    def init(self: TokenPicker, sampler: Sampler, rows: int) -> None:
-        taken.append(sampler)
-        pick(self, sampler, rows)
+    def init(self: AnswerRow, model: Any, params: SamplingParams, *rest: Any) -> None:
+        taken.append(Sampler(**{field.name: getattr(params, field.name) for field in fields(Sampler)}))
+        begin(self, model, params, *rest)
 
-    monkeypatch.setattr(TokenPicker, "__init__", init)
+    monkeypatch.setattr(AnswerRow, "__init__", init)
     for suggested, expected in ((SUGGESTED, sampler), ({}, None)):
         model.defaults = suggested
         taken.clear()
@@ -101,6 +104,25 @@ def test_what_is_not_asked_for_is_as_the_model_suggests(
             assert taken == [expected]
     asks_nothing = Sampler(seed=taken[0].seed)
     assert arguments or taken == [asks_nothing]
+
+
+def test_options_of_the_engine_on_the_command_line(model: FakeModel, runner: CliRunner) -> None:
+    command = ["generate", "m", "Hello", "--json", "-n", "6"]
+    told = json.loads(runner.invoke(app, [*command, "--logit-bias", "70=1000", "--logprobs", "1"]).stdout)
+    assert told["ids"] == [70] * 6 and [each["token"] for each in told["logprobs"]] == [70] * 6
+    told = json.loads(runner.invoke(app, [*command, "--logit-bias", "70=1000", "--stop-token-id", "70"]).stdout)
+    assert told["ids"] == [] and told["finished"] == "stop"
+    apart = ["--logit-bias", "70=1000", "--logit-bias", "71=999", "--presence-penalty", "500"]
+    told = json.loads(runner.invoke(app, [*command, *apart]).stdout)
+    assert told["ids"][:2] == [70, 71]
+    ended = json.loads(runner.invoke(app, [*command, "--logit-bias", "0=1000"]).stdout)
+    assert ended["ids"] == []
+    told = json.loads(runner.invoke(app, [*command, "--logit-bias", "0=1000", "--min-tokens", "3"]).stdout)
+    assert len(told["ids"]) == 3
+    told = json.loads(runner.invoke(app, [*command, "--logit-bias", "0=1000", "--ignore-eos"]).stdout)
+    assert len(told["ids"]) == 6
+    for wrong in (["--logit-bias", "x"], ["--min-tokens", "-1"], ["--presence-penalty", "nan"]):
+        assert runner.invoke(app, [*command, *wrong]).exit_code == 2
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from lmstate.errors import StateError
 from lmstate.generation.generate import Generation, generate, stream
+from lmstate.generation.params import SamplingParams
 from lmstate.generation.sampling import Sampler
 from tests.generation.fake_model import EOS, PIECES, FakeModel, FakeState, FakeTokenizer, ids, saying
 
@@ -127,7 +128,7 @@ def test_a_ragged_batch_equals_each_row_alone(sampler: Sampler) -> None:
         return next((n for row, a in answers.items() if (n := saying(prompts[row], a)(held)) is not None), None)
 
     together = FakeState(3)
-    batch = Generation(FakeModel(script), prompts, together, sampler=sampler, max_new_tokens=9, stop="NDS")
+    batch = Generation(FakeModel(script), prompts, together, params=sampler, max_new_tokens=9, stop="NDS")
     pieces = list(batch)
     for row in range(3):
         assert "".join(piece.text for piece in pieces if piece.row == row) == batch.texts[row]
@@ -135,7 +136,7 @@ def test_a_ragged_batch_equals_each_row_alone(sampler: Sampler) -> None:
         others = [prompts[row] if place == row else ids("zz") for place in range(row + 1)]
         state = FakeState(row + 1)
         model = FakeModel(lambda held: EOS if held == ids("zz") else script(held))
-        alone = Generation(model, others, state, sampler=sampler, max_new_tokens=9, stop="NDS")
+        alone = Generation(model, others, state, params=sampler, max_new_tokens=9, stop="NDS")
         list(alone)
         assert alone.texts[row] == batch.texts[row]
         assert state.tokens(row) == together.tokens(row)
@@ -246,8 +247,34 @@ def test_what_is_no_state_is_refused() -> None:
         stream(FakeModel(), "a", 5)  # type: ignore[arg-type]
 
 
-def test_options_may_be_given_in_the_order_of_the_public_surface() -> None:
-    """max_new_tokens, temperature, top_k, top_p, stop, seed; others come after these."""
+def test_parameters_are_one_value_or_given_by_name() -> None:
     named = {"max_new_tokens": 40, "temperature": 1.0, "top_k": 50, "top_p": 0.9, "stop": ("e",), "seed": 3}
-    assert generate(FakeModel(), "a", None, *named.values()) == generate(FakeModel(), "a", **named)
-    assert "".join(stream(FakeModel(), "a", None, *named.values())) == generate(FakeModel(), "a", **named)
+    whole = generate(FakeModel(), "a", **named)
+    assert generate(FakeModel(), "a", None, SamplingParams(**named)) == whole
+    assert generate(FakeModel(), "a", params=SamplingParams(**named | {"seed": 5}), seed=3) == whole
+    with pytest.raises(TypeError, match="max_tokens"):
+        generate(FakeModel(), "a", max_tokens=3)
+    with pytest.raises(ValueError, match="params is 3"):
+        generate(FakeModel(), "a", None, 3)
+    with pytest.raises(ValueError, match=r"options of Engine\.submit"):
+        generate(FakeModel(), "a", n=2)
+
+
+def test_options_that_only_the_engine_had() -> None:
+    free = generate(FakeModel(), "a", max_new_tokens=12, ignore_eos=True, return_ids=True)
+    assert len(free) == 12
+    stopped = generate(FakeModel(), "a", max_new_tokens=12, stop_token_ids=[free[3]], ignore_eos=True, return_ids=True)
+    assert stopped == free[: free.index(free[3])]
+    late = generate(
+        FakeModel(), "a", max_new_tokens=12, min_tokens=6, stop_token_ids=[free[3]], ignore_eos=True, return_ids=True
+    )
+    assert len(late) >= 6 and free[3] not in late[:6]
+    biased = generate(FakeModel(), "a", max_new_tokens=5, logit_bias={70: 1000.0}, return_ids=True)
+    assert biased == [70] * 5
+    parted = generate(
+        FakeModel(), "a", max_new_tokens=5, logit_bias={70: 1000.0}, frequency_penalty=2000.0, return_ids=True
+    )
+    assert parted[0] == 70 and parted[1] != 70
+    ids, logprobs = generate(FakeModel(), "a", max_new_tokens=4, logprobs=2, return_ids=True)
+    assert [each.token for each in logprobs] == ids
+    assert all(each.top[0][1] >= each.logprob and len(each.top) == 2 for each in logprobs)

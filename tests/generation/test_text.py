@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmstate.generation.answer import Answer
+from lmstate.generation.row import AnswerText
 from lmstate.text.tokenizer import Tokenizer, TokenizerFiles
 
 
@@ -48,8 +48,8 @@ def test_answer_goes_on_from_the_prompt(kind: str, data: st.DataObject) -> None:
     tokens = st.lists(words | st.integers(1, tokenizer.vocab_size - 1), max_size=8)
     prompt, ids = data.draw(tokens.filter(bool)), data.draw(tokens)
     whole, before = tokenizer.decode(prompt + ids), tokenizer.decode(prompt)
-    answer = Answer(tokenizer.stream(), (), before=prompt)
-    pieces = [answer.take(token) for token in ids] + [answer.finish("length")]
+    answer = AnswerText(tokenizer.stream(), (), before=prompt)
+    pieces = [answer.take(token) for token in ids] + [answer.finish()]
     assert "".join(pieces) == answer.text
     if "\ufffd" not in before and "\ufffd" not in whole:
         assert before + answer.text == whole
@@ -59,5 +59,5 @@ def test_answer_goes_on_from_the_prompt(kind: str, data: st.DataObject) -> None:
 def test_a_space_after_the_prompt_is_not_lost() -> None:
     tokenizer = TOKENIZERS["sentencepiece"]
     the, river = tokenizer.id_of("▁the"), [tokenizer.id_of("▁ri"), tokenizer.id_of("ver")]
-    answer = Answer(tokenizer.stream(), (), before=[the])
+    answer = AnswerText(tokenizer.stream(), (), before=[the])
     assert "".join(answer.take(token) for token in river) == " river"

@@ -128,7 +128,7 @@ def test_auto_drafts_with_heads_and_a_seed_gives_the_same_text(case: str) -> Non
     plain = model.generate(prompt, draft=None, max_new_tokens=40, temperature=0.8, seed=3, return_ids=True)
     for draft in ("auto", "heads"):
         generation = Generation(
-            model, [prompt], draft=draft, sampler=Sampler(temperature=0.8, seed=3), max_new_tokens=40
+            model, [prompt], draft=draft, params=Sampler(temperature=0.8, seed=3), max_new_tokens=40
         )
         list(generation)
         assert generation.ids[0] == plain

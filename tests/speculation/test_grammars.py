@@ -64,7 +64,7 @@ def test_sampled_answers_of_a_seed_are_those_of_the_engine_whatever_is_drafted(s
         expected = engine.submit(prompt, grammar=OneOf(TEXTS), **options).result(600).tokens[0]  # type: ignore[arg-type]
     assert expected in TEXTS
     for draft in (None, "text", always(NoisyOracle([[*prompt, *expected]], 0.8, VOCAB), VOCAB)):
-        assert run(model, [prompt], model.new_state(), draft, sampler=sampler, grammar=OneOf(TEXTS)).ids == [expected]
+        assert run(model, [prompt], model.new_state(), draft, params=sampler, grammar=OneOf(TEXTS)).ids == [expected]
 
 
 def test_drafts_that_are_drawn_stay_within_the_grammar() -> None:
@@ -73,7 +73,7 @@ def test_drafts_that_are_drawn_stay_within_the_grammar() -> None:
     seen = set()
     for _ in range(12):
         drafter = ModelDrafter(model, 1, VOCAB, sampler)
-        got = run(model, [[3, 4]], model.new_state(), always(drafter, VOCAB), sampler=sampler, grammar=OneOf(TEXTS))
+        got = run(model, [[3, 4]], model.new_state(), always(drafter, VOCAB), params=sampler, grammar=OneOf(TEXTS))
         assert got.ids[0] in TEXTS
         seen.add(tuple(got.ids[0]))
     assert len(seen) > 1

@@ -24,7 +24,7 @@ def check(case: str, tokens: int, turns: int) -> None:
     plain, state = model.new_state(rows=2), model.new_state(rows=2)
     for turn in range(turns):
         prompts = prompts_of(5, 3, seed=turn)
-        options = {"max_new_tokens": tokens // turns, "sampler": replace(sampler, seed=turn)}
+        options = {"max_new_tokens": tokens // turns, "params": replace(sampler, seed=turn)}
         run(model, prompts, plain, None, **options)
         drafter = NoisyOracle(whole_texts(plain), 0.8, VOCAB, seed=turn) if turn % 3 else TextDrafter()
         speculator = always(drafter, VOCAB, rows=2, depth=6)

@@ -56,7 +56,7 @@ def chosen_options(rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.2:
         sampler = Sampler(rng.choice([0.7, 1.2]), top_p=0.9, repetition_penalty=1.1, seed=rng.randrange(99))
     stop = tuple(bytes([rng.randrange(VOCAB - 1)]).decode("latin-1") for _ in range(rng.choice([0, 0, 2])))
-    return {"sampler": sampler, "stop": stop, "max_new_tokens": rng.randint(1, 16)}
+    return {"params": sampler, "stop": stop, "max_new_tokens": rng.randint(1, 16)}
 
 
 def check_pair(case: str, seed: int) -> None:
@@ -70,7 +70,7 @@ def check_pair(case: str, seed: int) -> None:
         before = [text + prompt for text, prompt in zip(whole_texts(plain), prompts)]
         one = run(model, prompts, plain, None, options)
         # Of an answer that a stop string or an end has cut, the drafter knows what would have come.
-        wholes = [[*text, *answer.tokens, *[7] * 9] for text, answer in zip(before, one._answers)]
+        wholes = [[*text, *answer.tokens, *[7] * 9] for text, answer in zip(before, one._rows)]
         two = run(model, prompts, state, always(drafter(rng, model, wholes), VOCAB, ROWS, rng.randint(1, 9)), options)
         assert two.texts == one.texts and two.ids == one.ids
         assert two.report().finished == one.report().finished

@@ -180,11 +180,11 @@ def test_with_a_seed_the_text_is_the_one_without_drafts(case: str) -> None:
     prompts = prompts_of(8, 3)
     sampler = Sampler(temperature=0.9, top_p=0.95, repetition_penalty=1.1, seed=11)
     plain = model.new_state(rows=2)
-    run(model, prompts, plain, None, max_new_tokens=24, sampler=sampler)
+    run(model, prompts, plain, None, max_new_tokens=24, params=sampler)
     oracle = always(NoisyOracle(whole_texts(plain), 0.8, VOCAB), VOCAB, rows=2)
     for draft in (oracle, "text", model):
         state = model.new_state(rows=2)
-        run(model, prompts, state, draft, max_new_tokens=24, sampler=sampler)
+        run(model, prompts, state, draft, max_new_tokens=24, params=sampler)
         assert whole_texts(state) == whole_texts(plain)
 
 
@@ -193,7 +193,7 @@ def test_a_model_that_drafts_itself_at_random_is_always_believed() -> None:
     sampler = Sampler(temperature=1.0, top_k=20)
     drafter = ModelDrafter(model, 2, VOCAB, sampler, seed=3)
     generation = Generation(
-        model, prompts_of(8, 3), draft=always(drafter, VOCAB, rows=2), max_new_tokens=24, sampler=sampler
+        model, prompts_of(8, 3), draft=always(drafter, VOCAB, rows=2), max_new_tokens=24, params=sampler
     )
     list(generation)
     report = generation.report().draft

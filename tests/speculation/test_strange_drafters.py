@@ -59,7 +59,7 @@ class Strange:
 def test_strange_drafts_change_nothing(case: str, seed: int) -> None:
     model, prompts = speaking(case), prompts_of(9, 4, 17, seed=seed)
     sampler = Sampler(0.9, seed=seed) if seed % 2 else Sampler()
-    options = {"max_new_tokens": 25, "sampler": sampler}
+    options = {"max_new_tokens": 25, "params": sampler}
     plain, state = model.new_state(rows=3, capacity=40), model.new_state(rows=3, capacity=40)
     run(model, prompts, plain, None, **options)
     for depth in (None, 6):  # chosen by what pays, and always

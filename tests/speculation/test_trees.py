@@ -121,7 +121,7 @@ def test_a_verified_tree_goes_the_way_of_plain_decoding(sampler: Sampler) -> Non
     model, rng = speaking("olmo_hybrid"), random.Random(2)
     prompt = prompts_of(9)[0]
     plain = model.new_state()
-    run(model, [prompt], plain, None, max_new_tokens=24, sampler=sampler)
+    run(model, [prompt], plain, None, max_new_tokens=24, params=sampler)
     whole = plain.tokens(0)
     state, picker, text = model.new_state(), TokenPicker(sampler, 1), list(prompt)
     picker.see(0, prompt)

@@ -7,7 +7,7 @@ import sys
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -48,7 +48,14 @@ def generate(
     min_p: options.MinP = None,
     repetition_penalty: options.Penalty = None,
     seed: options.Seed = None,
+    presence_penalty: options.Presence = 0.0,
+    frequency_penalty: options.Frequency = 0.0,
+    logit_bias: options.LogitBias = None,
     stop: options.Stop = None,
+    stop_token_id: options.StopTokens = None,
+    ignore_eos: options.IgnoreEos = False,
+    min_tokens: options.MinTokens = 0,
+    thinking_budget: options.ThinkingBudget = None,
     system: options.System = None,
     chat: Annotated[
         bool | None,
@@ -71,6 +78,7 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object at the end: text, ids, finished, usage.")
     ] = False,
+    logprobs: options.Logprobs = None,
     stats: Annotated[
         bool | None, typer.Option("--stats/--no-stats", help="Counts and speed on stderr (if it is a terminal).")
     ] = None,
@@ -93,8 +101,7 @@ def generate(
     """
     from lmstate.cli.chat.branches import with_messages
     from lmstate.cli.progress import warn_of_length
-    from lmstate.generation import Generation
-    from lmstate.generation.stopping import as_stops
+    from lmstate.generation import Generation, SamplingParams
 
     text = as_text(_prompt(prompt, prompt_file, optional=state is not None), "the prompt")
     system = None if system is None else as_text(system, "--system")
@@ -110,8 +117,22 @@ def generate(
         raise FileExistsError(f"{save_state} exists; --force lets --save-state replace it")
     if save_state is not None and not save_state.absolute().parent.is_dir():
         raise FileNotFoundError(f"--save-state {save_state}: there is no folder {save_state.parent}; make it first")
+    if logprobs is not None and not as_json:
+        raise typer.BadParameter("--logprobs are part of the object of --json: give both")
+    limits: dict[str, Any] = {
+        "max_new_tokens": max_tokens,
+        "min_tokens": min_tokens,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "logit_bias": options.logit_bias(logit_bias),
+        "stop": stop or (),
+        "stop_token_ids": stop_token_id or (),
+        "ignore_eos": ignore_eos,
+        "logprobs": logprobs,
+        "max_thinking_tokens": thinking_budget,
+    }
     with options.usage():
-        stops = as_stops(stop or ())
+        SamplingParams(**limits)  # before a model is loaded for nothing
     sampling = options.Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     kv = options.kv_storage(kv_bits)
     loaded = options.load_model(model, weights, threads, adapter, draft, device, activations)
@@ -123,10 +144,9 @@ def generate(
         loaded,
         [request.ids],
         request.state,
-        sampler=sampling.of(loaded),
-        max_new_tokens=max_tokens,
-        stop=stops,
+        sampling.of(loaded),
         draft=options.load_drafter(draft, device),
+        **limits,
     )
     with closing(cast("Generator[Piece]", iter(generation))) as pieces:
         texts = (piece.text for piece in pieces)
@@ -196,9 +216,11 @@ def _go_on(model: Model, state: State, path: Path, text: str, chat: bool | None)
 def _result(generation: Generation, prompt: int) -> dict[str, object]:
     """Output of --json. ids: those of the answer that the state holds, so none of a stop string."""
     report = generation.report()
+    told = None if generation.params.logprobs is None else [each._asdict() for each in generation.logprobs[0]]
     return {
         "text": generation.texts[0],
         "ids": generation.state.tokens(0)[prompt:],
         "finished": report.finished[0],
         "usage": {"prompt": prompt, "reused": report.reused, "generated": report.generated},
+        **({} if told is None else {"logprobs": told}),
     }

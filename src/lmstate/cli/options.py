@@ -75,6 +75,23 @@ Penalty = Annotated[
 ]
 Seed = Annotated[int | None, typer.Option("--seed", help="The same seed draws the same text.")]
 Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text. Repeatable.")]
+StopTokens = Annotated[
+    list[int] | None, typer.Option("--stop-token-id", metavar="ID", help="End at this token. Repeatable.")
+]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence tokens.")]
+MinTokens = Annotated[int, typer.Option("--min-tokens", min=0, help="Do not end before this many tokens.")]
+Presence = Annotated[float, typer.Option("--presence-penalty", help="Taken off the logits of tokens in the answer.")]
+Frequency = Annotated[float, typer.Option("--frequency-penalty", help="The same, times how often they are in it.")]
+LogitBias = Annotated[
+    list[str] | None, typer.Option("--logit-bias", metavar="ID=NUMBER", help="Add to a token's logit. Repeatable.")
+]
+ThinkingBudget = Annotated[
+    int | None, typer.Option("--thinking-budget", min=0, help="End the thinking section after this many tokens.")
+]
+Logprobs = Annotated[
+    int | None,
+    typer.Option("--logprobs", min=0, max=1024, help="With --json: log probabilities, and those of the K best tokens."),
+]
 Threads = Annotated[
     str | None,
     typer.Option(
@@ -164,6 +181,18 @@ def usage() -> Iterator[None]:
         yield
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def logit_bias(given: list[str] | None) -> dict[int, float]:
+    """Numbers to add to logits by token, from ID=NUMBER. Raises `typer.BadParameter` for anything else."""
+    bias: dict[int, float] = {}
+    for text in given or ():
+        token, _, number = text.partition("=")
+        try:
+            bias[int(token)] = float(number)
+        except ValueError:
+            raise typer.BadParameter(f"--logit-bias is ID=NUMBER, as 42=-5; {text!r} was given") from None
+    return bias
 
 
 @dataclass(frozen=True)

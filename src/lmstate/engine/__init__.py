@@ -1,10 +1,10 @@
 """Many requests on one model: continuous batching, reuse of prefixes, sessions."""
 
 from lmstate.engine.engine import Engine
-from lmstate.engine.options import Grammar
 from lmstate.engine.request import Request
-from lmstate.engine.results import Completion, EngineClosed, Piece, QueueFull, Reuse, TokenLogprob, Usage
+from lmstate.engine.results import Completion, EngineClosed, Piece, QueueFull, Reuse, Usage
 from lmstate.engine.session import Session, SessionBusy
+from lmstate.generation import Grammar, TokenLogprob
 
 __all__ = [
     "Completion",

@@ -85,14 +85,14 @@ class Conversations:
         """A request ended: its session has the first of its answers now, or is as before if there is none."""
         session = job.session
         choice = job.choices[0] if job.choices and job.error is None else None
-        if choice is None or not (choice.answer.tokens or choice.finished in ("eos", "stop", "length")):
+        if choice is None or not (choice.tokens or choice.finished in ("eos", "stop", "length")):
             if session is not None:
                 session.give_up()
             return
-        tokens = [*job.prompt, *choice.answer.tokens[: choice.kept()]][: self._most]
+        tokens = [*job.prompt, *choice.tokens[: choice.kept()]][: self._most]
         messages = [dict(message) for message in job.messages]
         if messages:
-            messages.append({"role": "assistant", "content": choice.answer.text})
+            messages.append({"role": "assistant", "content": choice.text})
             self._replay.remember(messages, tokens)
         if session is not None:
             session.adopt(tokens, messages)

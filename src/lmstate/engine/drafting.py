@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from lmstate.engine.choice import Choice
 from lmstate.engine.job import Job
 from lmstate.engine.rows import RowPool
+from lmstate.generation.row import AnswerRow
 from lmstate.generation.sampling import Sampler
 from lmstate.speculation import (
     Draft,
@@ -47,10 +47,10 @@ class Drafting:
         self.counts: dict[str, float] = dict.fromkeys(("drafted_tokens", "accepted_tokens", "draft_seconds_saved"), 0)
         self._corpus: TextCorpus | None = None
         self._speculator: Speculator | None = None
-        self._numbers: dict[Choice, int] = {}
+        self._numbers: dict[AnswerRow, int] = {}
         self._next = 0
         self._empty = state
-        self._observed: dict[Choice, int] = {}  # tokens of a text that the drafter was told
+        self._observed: dict[AnswerRow, int] = {}  # tokens of a text that the drafter was told
         if isinstance(draft, Speculator):
             self._speculator = draft
         elif (drafter := self._drafter(draft, model, rows, memory, state)) is not None:
@@ -66,7 +66,7 @@ class Drafting:
         assert not isinstance(draft, Speculator)
         return text or make_drafter(draft, model, rows, Sampler(), None, READING)
 
-    def propose(self, jobs: Mapping[Choice, Job], pool: RowPool[Choice]) -> dict[Choice, Draft]:
+    def propose(self, jobs: Mapping[AnswerRow, Job], pool: RowPool[AnswerRow]) -> dict[AnswerRow, Draft]:
         """Drafts for the answers of the pool, each within what it has room for; {} if there are none."""
         forced = {choice: Draft(choice.forced) for choice in jobs if choice.forced}
         if self._speculator is None:
@@ -88,7 +88,12 @@ class Drafting:
         return {choice: draft for choice, draft in found.items() if draft.tokens}
 
     def measured(
-        self, drafts: Mapping[Choice, Draft], accepted: Mapping[Choice, int], tokens: int, seconds: float, rows: int
+        self,
+        drafts: Mapping[AnswerRow, Draft],
+        accepted: Mapping[AnswerRow, int],
+        tokens: int,
+        seconds: float,
+        rows: int,
     ) -> None:
         """A step of so many tokens of `rows` answers took so long; of the drafts, so many held."""
         for choice, draft in drafts.items():
@@ -110,19 +115,19 @@ class Drafting:
         speculator = self._speculator
         return DraftReport() if speculator is None else speculator.report()
 
-    def leave(self, choice: Choice, job: Job) -> None:
+    def leave(self, choice: AnswerRow, job: Job) -> None:
         """An answer has ended: it is one of the earlier ones now."""
         try:
             self._forget(choice)
         except Exception as error:
             self._do_without(error)
         if self._corpus is not None:
-            self._corpus.remember([*job.prompt[-CONTEXT:], *choice.answer.tokens])
+            self._corpus.remember([*job.prompt[-CONTEXT:], *choice.tokens])
 
     # ---- the parts of it
 
     @contextmanager
-    def _heads_in(self, pool: RowPool[Choice], rows: Mapping[int, Choice]) -> Iterator[None]:
+    def _heads_in(self, pool: RowPool[AnswerRow], rows: Mapping[int, AnswerRow]) -> Iterator[None]:
         """Meanwhile heads draft in the pool's state. No longer: nobody is to hold the bytes of rows that have left."""
         heads = None if self._speculator is None else self._speculator.drafter
         if not isinstance(heads, HeadsDrafter):
@@ -134,7 +139,7 @@ class Drafting:
         finally:
             heads.move(self._empty, {})
 
-    def _observe(self, jobs: Mapping[Choice, Job]) -> None:
+    def _observe(self, jobs: Mapping[AnswerRow, Job]) -> None:
         assert self._speculator is not None
         for choice in [choice for choice in self._numbers if choice not in jobs]:
             self._forget(choice)  # its row was taken back, or its request failed without one
@@ -142,13 +147,13 @@ class Drafting:
         for choice, job in jobs.items():
             if choice not in self._numbers:
                 self._numbers[choice] = self._number(self._speculator)
-                new[self._numbers[choice]] = [*job.prompt, *choice.answer.tokens]
-            elif tokens := choice.answer.tokens[self._observed[choice] :]:
+                new[self._numbers[choice]] = [*job.prompt, *choice.tokens]
+            elif tokens := choice.tokens[self._observed[choice] :]:
                 new[self._numbers[choice]] = tokens
-            self._observed[choice] = len(choice.answer.tokens)
+            self._observed[choice] = len(choice.tokens)
         self._speculator.observe(new)
 
-    def _forget(self, choice: Choice) -> None:
+    def _forget(self, choice: AnswerRow) -> None:
         number = self._numbers.pop(choice, None)
         self._observed.pop(choice, None)
         if self._speculator is not None and number is not None:
@@ -167,8 +172,8 @@ class Drafting:
         self._next += 1
         return self._next - 1
 
-    def _room(self, choice: Choice, pool: RowPool[Choice], most: int) -> int:
+    def _room(self, choice: AnswerRow, pool: RowPool[AnswerRow], most: int) -> int:
         """Number of tokens that may be drafted for an answer, at most `most`."""
         fed = len(choice.feed)
-        wanted = min(most + 1 - fed, choice.options.max_new_tokens - len(choice.answer.tokens) - 1)
+        wanted = min(most + 1 - fed, choice.params.max_new_tokens - len(choice.tokens) - 1)
         return max(0, pool.room(choice, fed + wanted) - fed) if wanted > 0 else 0

@@ -20,17 +20,9 @@ import torch
 from lmstate.engine.conversations import Conversations
 from lmstate.engine.delivery import Delivery
 from lmstate.engine.drafting import Drafting
-from lmstate.engine.job import Job
+from lmstate.engine.job import Job, Terms
 from lmstate.engine.memory import RowCost
-from lmstate.engine.options import (
-    Options,
-    are_messages,
-    as_bytes,
-    check_length,
-    options,
-    prompt_ids,
-    refuse_no_messages,
-)
+from lmstate.engine.options import are_messages, as_bytes, check_length, prompt_ids, refuse_no_messages
 from lmstate.engine.pace import Pace
 from lmstate.engine.prefix.picture import Prefix, picture, prefixes
 from lmstate.engine.queue import Queue
@@ -39,10 +31,10 @@ from lmstate.engine.results import EngineClosed, Reuse
 from lmstate.engine.reuse import PrefixReuse
 from lmstate.engine.scheduler import Scheduler
 from lmstate.engine.session import Record, Session, check_name
-from lmstate.engine.thinking import ThinkingFormat
 from lmstate.engine.tiers import Tier, open_tier
 from lmstate.errors import SnapshotError
-from lmstate.generation.grammar import Grammar
+from lmstate.generation.params import SamplingParams, sampling_params
+from lmstate.generation.thinking import ThinkingFormat
 from lmstate.speculation import DraftChoice, DraftReport
 from lmstate.state import BlockPool, Snapshot, State
 from lmstate.state.kv.policies.base import Policy
@@ -153,85 +145,39 @@ class Engine:
     def submit(
         self,
         prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
         *,
-        max_new_tokens: int = 256,
-        n: int = 1,
-        logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
-        grammar: Grammar | None = None,
         priority: int = 0,
-        session: str | Session | None = None,
         deadline: float | None = None,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        logit_bias: Mapping[int, float] | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        include_stop_str_in_output: bool = False,
-        stop_token_ids: Sequence[int] = (),
-        min_tokens: int = 0,
-        ignore_eos: bool = False,
-        max_thinking_tokens: int | None = None,
+        session: str | Session | None = None,
+        **changes: Any,
     ) -> Request:
         """Queue a request: a text, token ids, or chat messages. Returns at once.
 
-        n                 answers to the one prompt, which is read once; with a seed, answer i draws as row i of
-                          `model.generate` does
-        logprobs          log probabilities of the tokens of the answers, with this many of the most likely ones beside
-                          them; prompt_logprobs the same for the prompt, all of which is then computed
-        grammar           what may come next, see `Grammar`
-        priority          larger ones first; one step is worth ten seconds of waiting
-        session           a conversation, or its name, that the prompt goes on with: see `Session.send`
-        deadline          seconds from now, after which it ends as it is
-        include_stop_str_in_output  the text ends with the stop string that ended it, instead of before it
-        stop_token_ids    end the answer like an end-of-sequence token; ignore_eos: those do not
-        min_tokens        no end-of-sequence or stop token before so many, and no stop string that ends within them
-        max_thinking_tokens  tokens of the thinking section; after them comes what the chat template ends it with, and
-                          the answer. `Request.end_thinking` does so at any moment
+        params    a `lmstate.SamplingParams`. Its fields can be given by name too, and count before it:
+                  `submit(prompt, max_new_tokens=20, temperature=0.7)`
+        priority  larger ones first; one step is worth ten seconds of waiting
+        deadline  seconds from now, after which it ends as it is
+        session   a conversation, or its name, that the prompt goes on with: see `Session.send`
 
-        Raises ValueError for what is out of range, UnsupportedError for a limit on the thinking of a model that does
-        not think aloud, CapacityError for a prompt that `memory` has no room for, `QueueFull`,
-        `EngineClosed`.
+        `Request.end_thinking` ends a thinking section at any moment, as `max_thinking_tokens` does.
+
+        Raises ValueError for what is out of range, TypeError for an unknown option, UnsupportedError for a limit on the
+        thinking of a model that does not think aloud, CapacityError for a prompt that `memory` has no room for,
+        `QueueFull`, `EngineClosed`.
         """
-        chosen = options(
-            self.model,
-            max_new_tokens=max_new_tokens,
-            n=n,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            grammar=grammar,
-            priority=priority,
-            deadline=deadline,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            logit_bias=logit_bias,
-            seed=seed,
-            stop=stop,
-            include_stop_str_in_output=include_stop_str_in_output,
-            stop_token_ids=stop_token_ids,
-            min_tokens=min_tokens,
-            ignore_eos=ignore_eos,
-            max_thinking_tokens=max_thinking_tokens,
-        )
+        params = sampling_params(params, changes)
+        params.check(self.model)
+        terms = Terms(params, priority, deadline)
         if session is None:
             messages = [dict(message) for message in prompt] if are_messages(prompt) else []  # the list is the caller's
-            return self._queued(self._encoded(prompt), chosen, messages, None)
+            return self._queued(self._encoded(prompt), terms, messages, None)
         conversation = session if isinstance(session, Session) else self.session(session)
         conversation.refuse_other(self)
 
         def begin() -> Request:
             ids, messages = conversation.continued(prompt, self._encoded)
-            return self._queued(ids, chosen, messages, conversation)
+            return self._queued(ids, terms, messages, conversation)
 
         return conversation.begin(begin)
 
@@ -241,13 +187,13 @@ class Engine:
     def _thinking_format(self) -> ThinkingFormat:
         return ThinkingFormat.of(self.model.tokenizer)
 
-    def _queued(self, ids: list[int], chosen: Options, messages: Any, session: Session | None) -> Request:
+    def _queued(self, ids: list[int], terms: Terms, messages: Any, session: Session | None) -> Request:
         check_length(self.model, ids)
         self._cost.refuse_too_long(len(ids), self._reuse.memory)
         request = Request(ids, self._wake, self._delivery, self._thinking_format)
         with self._changed:
             self.refuse_closed()
-            self._queue.add(Job(request, chosen, self._order, messages, session))
+            self._queue.add(Job(request, terms, self._order, messages, session))
             self._order += 1
             self._scheduler.counts["requests"] += 1
             self._changed.notify_all()

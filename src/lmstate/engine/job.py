@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lmstate.engine.choice import Choice
-from lmstate.engine.options import Options
 from lmstate.engine.request import Request
-from lmstate.engine.results import Completion, Reuse, TokenLogprob, Usage
+from lmstate.engine.results import Completion, Reuse, Usage
+from lmstate.generation.logprobs import TokenLogprob
+from lmstate.generation.params import SamplingParams
+from lmstate.generation.row import AnswerRow
+from lmstate.state.validate import real_number, whole_number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +29,23 @@ if TYPE_CHECKING:
 
 
 AGING = 10.0  # seconds since it was submitted that are worth one step of priority
+MAX_PRIORITY = 2**31
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a request asks of the engine: its answers' parameters, its priority, and its deadline in seconds."""
+
+    params: SamplingParams
+    priority: int = 0
+    deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        priority, deadline = whole_number(self.priority, "priority"), self.deadline
+        if abs(priority) > MAX_PRIORITY:
+            raise ValueError(f"priority is {priority}; it must be {-MAX_PRIORITY} or more, at most {MAX_PRIORITY}")
+        if deadline is not None and not 0 < real_number(deadline, "deadline") < math.inf:
+            raise ValueError(f"deadline is {deadline!r}; it must be a number of seconds above 0, or None")
 
 
 class Job:
@@ -33,7 +54,7 @@ class Job:
     def __init__(
         self,
         request: Request,
-        options: Options,
+        terms: Terms,
         order: int,
         messages: Sequence[Mapping[str, Any]] = (),
         session: Session | None = None,
@@ -41,11 +62,11 @@ class Job:
         self.request = request
         self.prompt = request.prompt
         self.text = array("q", self.prompt)  # the same, to be compared
-        self.options = options
+        self.params, self.priority, self.deadline = terms.params, terms.priority, terms.deadline
         self.order = order
         self.messages = messages  # that the prompt was made of, if it was
         self.session = session
-        self.choices: list[Choice] = []
+        self.choices: list[AnswerRow] = []
         self.state: State | None = None  # of one row, while the prompt is read
         self.cuts: set[int] = set()  # positions at which a chunk has to end, and a snapshot is kept
         self.logits: Tensor | None = None  # float32 `[V]` after the prompt, which is read, until its answers begin
@@ -53,7 +74,7 @@ class Job:
         self.follows: tuple[Job, int] | None = None  # who reads the same prefix now, up to where
         self.lookup: Lookup | None = None  # what a tier is asked for, of texts that nobody here has seen
         self.fetch: Fetch | None = None  # what is read from a tier for it
-        self.unseated: list[Choice] = []
+        self.unseated: list[AnswerRow] = []
         self.reuse = Reuse(0, len(self.prompt))
         self.prompt_logprobs: list[TokenLogprob | None] = []
         self.error: BaseException | None = None  # why it failed
@@ -67,12 +88,11 @@ class Job:
 
     @property
     def overdue(self) -> bool:
-        deadline = self.options.deadline
-        return deadline is not None and perf_counter() - self._times[0] > deadline
+        return self.deadline is not None and perf_counter() - self._times[0] > self.deadline
 
     def turn(self) -> tuple[float, int]:
         """Place among others that wait for the same: the larger priority first, first come first served within one."""
-        return -self.options.priority - (perf_counter() - self._times[0]) // AGING, self.order
+        return -self.priority - (perf_counter() - self._times[0]) // AGING, self.order
 
     def passed(self) -> None:
         """The next phase begins: its prompt is read, or its answers are made."""
@@ -97,26 +117,26 @@ class Job:
         del self._times[1:]
 
     def begin_answers(self, model: Model) -> None:
-        seed = self.options.sampler.seed
+        seed = self.params.seed
         seed = int(torch.randint(2**62, ())) if seed is None else seed
-        self.choices = [Choice(model, self.prompt, self.options, index, seed) for index in range(self.options.n)]
+        self.choices = [AnswerRow(model, self.params, self.prompt, index, seed) for index in range(self.params.n)]
 
     def completion(self) -> Completion:
         times = [*self._times, perf_counter()]
         spent = [end - start for start, end in pairwise(times)] + [0.0, 0.0]
         choices = self.choices
         return Completion(
-            texts=[choice.answer.text for choice in choices],
-            tokens=[list(choice.answer.tokens) for choice in choices],
-            certain=[choice.answer.certain() for choice in choices],
-            logprobs=None if self.options.logprobs is None else [choice.logprobs for choice in choices],
-            prompt_logprobs=None if self.options.prompt_logprobs is None else self.prompt_logprobs,
+            texts=[choice.text for choice in choices],
+            tokens=[list(choice.tokens) for choice in choices],
+            certain=[choice.certain() for choice in choices],
+            logprobs=None if self.params.logprobs is None else [choice.logprobs for choice in choices],
+            prompt_logprobs=None if self.params.prompt_logprobs is None else self.prompt_logprobs,
             finished=[choice.finished or "cancelled" for choice in choices],
             stopped_by=[choice.stopped_by for choice in choices],
             usage=Usage(
                 prompt=len(self.prompt),
                 reused=self.reuse.reused,
-                generated=sum(len(choice.answer.tokens) for choice in choices),
+                generated=sum(len(choice.tokens) for choice in choices),
                 drafted=sum(choice.drafted for choice in choices),
                 accepted=sum(choice.accepted for choice in choices),
                 queued=spent[0],

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lmstate.engine.choice import Choice
 from lmstate.engine.job import Job
 from lmstate.errors import CapacityError
+from lmstate.generation.row import AnswerRow
 from lmstate.ops.types.block_table import BLOCK_TOKENS
 from lmstate.state import State
 
@@ -71,16 +71,16 @@ class Preempted:
     """Answer without a row, which goes on where it was once its text was read again."""
 
     job: Job
-    choice: Choice
+    choice: AnswerRow
     text: list[int]  # prompt and answer, as far as the row had read them
     state: State | None = None  # of one row, while the text is read
     at: int = 0
     rank: tuple[int, int, int] = field(init=False)  # those with the smallest go on first
 
     def __post_init__(self) -> None:
-        self.rank = (-self.job.options.priority, self.job.order, self.choice.index)
+        self.rank = (-self.job.priority, self.job.order, self.choice.index)
 
     @staticmethod
-    def of(job: Job, choice: Choice) -> Preempted:
-        answered = choice.answer.tokens
+    def of(job: Job, choice: AnswerRow) -> Preempted:
+        answered = choice.tokens
         return Preempted(job, choice, [*job.prompt, *answered[: len(answered) - len(choice.feed)]])

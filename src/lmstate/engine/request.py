@@ -10,8 +10,8 @@ from typing import Any
 
 from lmstate.engine.delivery import Delivery, Waiter
 from lmstate.engine.results import Completion, Piece
-from lmstate.engine.thinking import ThinkingFormat
 from lmstate.errors import UnsupportedError
+from lmstate.generation.thinking import ThinkingFormat
 
 
 class Request:

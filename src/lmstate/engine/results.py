@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
 
-Finished = Literal["eos", "stop", "length", "cancelled", "deadline", "capacity"]
+from lmstate.generation.logprobs import TokenLogprob
+from lmstate.generation.row import Finish
 
 
 class QueueFull(RuntimeError):
@@ -16,14 +16,6 @@ class EngineClosed(RuntimeError):
     """The engine was closed: it takes no more requests."""
 
 
-class TokenLogprob(NamedTuple):
-    """The log probability of a token under the model's own distribution, before penalties, temperature and filters."""
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # the most likely tokens, best first
-
-
 class Piece(str):
     """Text that one answer grew by; empty while a character or a possible stop string is unfinished."""
 
@@ -32,7 +24,7 @@ class Piece(str):
     index: int  # type: ignore[assignment]  # which of the n answers
     tokens: list[int]
     logprobs: list[TokenLogprob] | None
-    finished: Finished | None  # why the answer ends with this piece
+    finished: Finish | None  # why the answer ends with this piece
     certain: int | None  # as many of the answer's tokens so far begin in its text, before a stop string; None: all
 
     def __new__(
@@ -41,7 +33,7 @@ class Piece(str):
         index: int = 0,
         tokens: list[int] | None = None,
         logprobs: list[TokenLogprob] | None = None,
-        finished: Finished | None = None,
+        finished: Finish | None = None,
         certain: int | None = None,
     ) -> Piece:
         piece = super().__new__(cls, text)
@@ -91,6 +83,6 @@ class Completion:
     certain: list[int]  # as many of them begin in the text: before a stop string that is not in it
     logprobs: list[list[TokenLogprob]] | None
     prompt_logprobs: list[TokenLogprob | None] | None  # None at the first token: nothing comes before it
-    finished: list[Finished]
+    finished: list[Finish]
     stopped_by: list[str | int | None]  # the stop string or token id
     usage: Usage

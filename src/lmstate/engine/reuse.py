@@ -57,7 +57,7 @@ class PrefixReuse:
 
     def fetching(self, job: Job) -> bool:
         """Whether something is read from a tier for a request; begins it, and takes what came of it."""
-        if self.tier is None or job.options.prompt_logprobs is not None:
+        if self.tier is None or job.params.prompt_logprobs is not None:
             return False
         if self._looking_up(job):
             return True
@@ -119,7 +119,7 @@ class PrefixReuse:
 
     def begin(self, job: Job) -> State:
         """A state of one row for a request's prompt, with as much of it as need not be computed."""
-        if job.options.prompt_logprobs is not None:
+        if job.params.prompt_logprobs is not None:
             (state := self._new_state(1)).expect(0, len(job.prompt))
             return state  # all of it is computed
         match = self.match(job.text)

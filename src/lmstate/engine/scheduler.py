@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -12,8 +11,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from lmstate import ops
-from lmstate.engine.choice import Choice, logprob
 from lmstate.engine.delivery import Delivery
 from lmstate.engine.drafting import Drafting
 from lmstate.engine.job import Job
@@ -21,12 +18,15 @@ from lmstate.engine.memory import CHECK_EVERY, Preempted, RowCost, nbytes, too_l
 from lmstate.engine.pace import Pace
 from lmstate.engine.prefix.tree import shared
 from lmstate.engine.queue import Queue
-from lmstate.engine.results import Finished, Piece
+from lmstate.engine.results import Piece
 from lmstate.engine.reuse import PrefixReuse
 from lmstate.engine.rows import RowPool
+from lmstate.generation.logprobs import logprob
+from lmstate.generation.row import AnswerRow, Finish, most_likely
 from lmstate.language_model import Logits
 from lmstate.ops.types.block_table import BLOCK_TOKENS, Block
 from lmstate.speculation import Draft
+from lmstate.speculation.acceptance import verify
 from lmstate.state import BlockPool, Snapshot, State
 
 if TYPE_CHECKING:
@@ -69,10 +69,10 @@ class Scheduler:
         self.reading: list[Job] = []  # whose prompts are being read
         self.answering: list[Job] = []
         self.counts: dict[str, float] = dict.fromkeys(COUNTERS, 0)
-        self.pool: RowPool[Choice] = RowPool(model, new_state, rows)
+        self.pool: RowPool[AnswerRow] = RowPool(model, new_state, rows)
         self.peak = 0  # most bytes of rows at a time
         self.preempted: list[Preempted] = []  # answers whose rows were taken back
-        self._jobs: dict[Choice, Job] = {}  # of the choices that have a row
+        self._jobs: dict[AnswerRow, Job] = {}  # of the choices that have a row
         self._blocks, self._cost = blocks, cost
         self._crowded = False  # rows were taken back, and nothing has ended since
         self._unmeasured = 0  # steps since the bytes of the rows were last looked at
@@ -219,14 +219,14 @@ class Scheduler:
 
     def _waits(self, job: Job, other: Job) -> bool:
         """Whether the answers of a prompt that is read wait for another one's prompt."""
-        if len(self.pool) or job.options.max_new_tokens <= 1:
+        if len(self.pool) or job.params.max_new_tokens <= 1:
             return False
         reading = self._pace.seconds(len(other.prompt) - other.at)
         return reading is not None and job.waited_to_answer() + reading <= TOGETHER
 
     def _read_chunk(self, job: Job) -> None:
         assert job.state is not None
-        start, echo, left = job.at, job.options.prompt_logprobs, job.left()
+        start, echo, left = job.at, job.params.prompt_logprobs, job.left()
         count = self._pace.chunk(len(self.pool) > 0, start, left)
         # The head may be a third of the weights: a small chunk that nothing begins after does without.
         wanted: Logits = "last" if count == left else "none"
@@ -259,7 +259,7 @@ class Scheduler:
 
     def _echo(self, job: Job, logits: Tensor, start: int) -> None:
         """Log probabilities of the prompt's tokens after each of a chunk's. logits float32 `[T, V]`."""
-        top = job.options.prompt_logprobs
+        top = job.params.prompt_logprobs
         assert top is not None
         if not job.prompt_logprobs:
             job.prompt_logprobs.append(None)
@@ -280,8 +280,8 @@ class Scheduler:
         job.begin_answers(self.model)
         job.source, job.state = job.state, None
         for choice in job.choices:
-            if job.options.max_new_tokens == 0:
-                job.request.push(choice.end("length"))
+            if job.params.max_new_tokens == 0:
+                self._end_answer(job, choice, "length")
             else:
                 self._give(job, choice, choice.pick(logits), logits)
         self._delivery.deliver()  # nobody waits for what else is to be done
@@ -333,12 +333,12 @@ class Scheduler:
 
         One that is alone has no room even so, and ends.
         """
-        working: list[tuple[tuple[int, int, int], Job, Choice | Preempted | None]] = [
-            ((-job.options.priority, job.order, 0), job, None) for job in self.reading
+        working: list[tuple[tuple[int, int, int], Job, AnswerRow | Preempted | None]] = [
+            ((-job.priority, job.order, 0), job, None) for job in self.reading
         ]
         for job in self.answering:
-            working += [((-job.options.priority, job.order, choice.index), job, choice) for choice in job.unseated]
-        working += [((-job.options.priority, job.order, c.index), job, c) for c, job in self._jobs.items()]
+            working += [((-job.priority, job.order, choice.index), job, choice) for choice in job.unseated]
+        working += [((-job.priority, job.order, c.index), job, c) for c, job in self._jobs.items()]
         working += [(work.rank, work.job, work) for work in self.preempted if work.state is not None]
         if not working:
             return False
@@ -370,13 +370,13 @@ class Scheduler:
         if snapshot is not None:
             self._keep(snapshot)
 
-    def _end_too_large(self, job: Job, what: Choice | Preempted | None) -> None:
+    def _end_too_large(self, job: Job, what: AnswerRow | Preempted | None) -> None:
         """A request that is alone, and has no room: it ends with what it has."""
         if what is None:
             self._fail(job, too_large(len(job.prompt), self._cost(len(job.prompt)), self._reuse.memory))
             return
         choice = what.choice if isinstance(what, Preempted) else what
-        job.request.push(choice.end("capacity"))
+        self._end_answer(job, choice, "capacity")
         if isinstance(what, Preempted):
             self.preempted.remove(what)
         elif choice in job.unseated:
@@ -438,7 +438,7 @@ class Scheduler:
         self._end_choices(choices, failed)
         self._pace.decoded(perf_counter() - begin)
 
-    def _accept(self, texts: Mapping[Choice, list[int]]) -> None:
+    def _accept(self, texts: Mapping[AnswerRow, list[int]]) -> None:
         """Commit what holds of a step that was verified; if that fails, the next step reads it again."""
         try:
             self.pool.accept({choice: len(text) for choice, text in texts.items()})
@@ -446,27 +446,27 @@ class Scheduler:
             for choice, text in texts.items():
                 choice.feed[:0] = text
 
-    def _decode_apart(self, choices: list[Choice]) -> None:
+    def _decode_apart(self, choices: list[AnswerRow]) -> None:
         """A step of all failed, and changed nothing: have each row take it by itself, so that one stops no other."""
         for choice in choices:
             job = self._jobs.get(choice)
             if job is not None and choice.finished is None:
                 self._guarded(job, partial(self._decode_one, choice))
 
-    def _decode_one(self, choice: Choice, job: Job) -> None:
+    def _decode_one(self, choice: AnswerRow, job: Job) -> None:
         _, failed = self._take([choice], self.pool.step({choice: choice.feed})[:, None], {})
         self._end_choices([choice], failed)
 
     def _take(
-        self, choices: list[Choice], logits: Tensor, drafts: Mapping[Choice, Draft]
-    ) -> tuple[dict[Choice, int], dict[Job, BaseException]]:
+        self, choices: list[AnswerRow], logits: Tensor, drafts: Mapping[AnswerRow, Draft]
+    ) -> tuple[dict[AnswerRow, int], dict[Job, BaseException]]:
         """Give each of these its next tokens, from logits float32 `[R, T, V]` of what it had to read and of its draft.
 
         Where it has none, they may be those after the last token alone. Returns how many tokens of each draft hold, and
         the requests whose tokens could not be chosen.
         """
         together = [choice for choice in choices if choice.plain]
-        best = dict(zip(together, _best(logits, [self.pool.row(choice) for choice in together])))
+        best = dict(zip(together, most_likely(logits, [self.pool.row(choice) for choice in together])))
         accepted = dict.fromkeys(choices, 0)
         failed: dict[Job, BaseException] = {}
         for choice in choices:
@@ -477,29 +477,14 @@ class Scheduler:
             choice.feed.clear()
             try:
                 places, likely = logits[self.pool.row(choice), first:], best[choice][first:] if choice in best else None
-                accepted[choice] = self._follow(job, choice, places, drafts.get(choice, Draft()), likely)
+                accepted[choice] = verify(
+                    choice, places, drafts.get(choice, Draft()), partial(self._give, job, choice), likely
+                )
             except BaseException as error:
                 failed[job] = error
         return accepted, failed
 
-    def _follow(self, job: Job, choice: Choice, logits: Tensor, draft: Draft, best: list[int | None] | None) -> int:
-        """Choose tokens along a draft for as long as they agree; returns how many do, less one that ends the answer.
-
-        logits float32 `[T, V]`; best: the most likely tokens, for an answer that takes those.
-        """
-        given = choice.feed
-        while True:
-            at = len(given)
-            token = None if best is None else best[at]
-            self._give(job, choice, choice.pick(logits[at]) if token is None else token, logits[at])
-            agreed = shared(given, draft.tokens)
-            if choice.finished is not None:
-                return min(agreed, at)
-            if agreed < len(given):
-                del given[:agreed]
-                return agreed
-
-    def _end_choices(self, choices: list[Choice], failed: Mapping[Job, BaseException]) -> None:
+    def _end_choices(self, choices: list[AnswerRow], failed: Mapping[Job, BaseException]) -> None:
         """Free the rows of the answers that have ended, and end the requests that failed."""
         for job, error in failed.items():
             self._fail(job, error)
@@ -507,30 +492,37 @@ class Scheduler:
             if choice in self._jobs and choice.finished is not None:
                 self._guarded(self._jobs[choice], partial(self._end_choice, choice))
 
-    def _end_choice(self, choice: Choice, job: Job) -> None:
+    def _end_choice(self, choice: AnswerRow, job: Job) -> None:
         self._leave(choice)
         self._settle(job)
 
-    def _give(self, job: Job, choice: Choice, token: int, logits: Tensor) -> None:
+    def _give(self, job: Job, choice: AnswerRow, token: int, logits: Tensor) -> None:
         """Hand one more token of an answer, and those that its grammar leaves no choice about, to the request."""
-        self._push(job, choice.take(token, logits))
-        if (forced := choice.force()) is not None:
-            self._push(job, forced)
+        at = len(choice.tokens)
+        text = choice.take(token, logits)
+        self._push(job, choice, text, choice.tokens[at:])
+        # A log probability needs the logits before its token: forced ones are drafts that hold then.
+        if choice.forced and not choice.over and job.params.logprobs is None:
+            self._push(job, choice, *choice.force())
 
-    def _push(self, job: Job, piece: Piece) -> None:
-        self.counts["generated_tokens"] += len(piece.tokens)
-        job.request.push(piece)
+    def _end_answer(self, job: Job, choice: AnswerRow, why: Finish) -> None:
+        self._push(job, choice, choice.end(why), [])
 
-    def _end_if_full(self, choice: Choice, job: Job) -> None:
+    def _push(self, job: Job, choice: AnswerRow, text: str, tokens: list[int]) -> None:
+        self.counts["generated_tokens"] += len(tokens)
+        logprobs = choice.logprobs[len(choice.logprobs) - len(tokens) :] if job.params.logprobs is not None else None
+        job.request.push(Piece(text, choice.index, tokens, logprobs, choice.finished, choice.certain()))
+
+    def _end_if_full(self, choice: AnswerRow, job: Job) -> None:
         most = self.model.max_positions
         if most is not None and self.pool.length(choice) + len(choice.feed) > most:
-            job.request.push(choice.end("capacity"))
+            self._end_answer(job, choice, "capacity")
             self._leave(choice)
             self._settle(job)
 
     # ---- endings
 
-    def _leave(self, choice: Choice) -> None:
+    def _leave(self, choice: AnswerRow) -> None:
         """An answer gives its row back; what the row computed, up to the end of the answer, is kept."""
         job = self._jobs.pop(choice)
         self._drafting.leave(choice, job)
@@ -567,13 +559,13 @@ class Scheduler:
         for choice in job.choices:
             choice.end_thinking(job.request.end_of_thinking)
 
-    def _end(self, job: Job, why: Finished) -> None:
+    def _end(self, job: Job, why: Finish) -> None:
         """End a request wherever it is."""
         if not job.choices:
             job.begin_answers(self.model)
         for choice in job.choices:
             if choice.finished is None:
-                job.request.push(choice.end(why))
+                self._end_answer(job, choice, why)
         self._forget(job)
         self._finish(job)
 
@@ -617,14 +609,3 @@ class Scheduler:
             action(job)
         except BaseException as error:  # of a model, a grammar or a store that others wrote: its sender hears of it
             self._fail(job, error)
-
-
-def _best(logits: Tensor, rows: list[int]) -> list[list[int | None]]:
-    """The most likely tokens of each of these rows of float32 `[R, T, V]`; None where the logits are not numbers."""
-    if not rows:
-        return []
-    here = logits if len(rows) == len(logits) else logits[rows]
-    values, ids = ops.argmax(here.flatten(0, 1))
-    tokens = [token if right else None for token, right in zip(ids.tolist(), (values > -math.inf).tolist())]
-    width = here.shape[1]
-    return [tokens[at : at + width] for at in range(0, len(tokens), width)]

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol, Unpack
+from typing import Any, Protocol
 
-from lmstate.engine.options import SubmitOptions, are_messages
+from lmstate.engine.options import are_messages
 from lmstate.engine.request import Request
 from lmstate.errors import RewindError, StateError
 from lmstate.state.validate import whole_number
@@ -101,7 +101,7 @@ class SessionHost(Protocol):
     @property
     def chats(self) -> bool: ...
 
-    def submit(self, prompt: Any, *, session: Any, **options: Unpack[SubmitOptions]) -> Request: ...
+    def submit(self, prompt: Any, *, session: Any, **options: Any) -> Request: ...
 
     def changed(self, session: Session) -> None: ...
 
@@ -138,7 +138,7 @@ class Session:
         """The conversation as chat messages, as far as it was held in them."""
         return [dict(message) for message in self._record.messages]
 
-    def send(self, prompt: str | Sequence[int] | Sequence[Message], **options: Unpack[SubmitOptions]) -> Request:
+    def send(self, prompt: str | Sequence[int] | Sequence[Message], **options: Any) -> Request:
         """Go on with a text, messages or token ids; the options are those of `Engine.submit`.
 
         text      the next message of the user, where the model has a chat template; else plain text

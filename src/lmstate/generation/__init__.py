@@ -2,7 +2,19 @@
 
 from lmstate.generation.generate import Generation, generate, stream
 from lmstate.generation.grammar import Grammar
+from lmstate.generation.logprobs import TokenLogprob
+from lmstate.generation.params import SamplingParams
 from lmstate.generation.report import Piece, Report
 from lmstate.generation.sampling import Sampler
 
-__all__ = ["Generation", "Grammar", "Piece", "Report", "Sampler", "generate", "stream"]
+__all__ = [
+    "Generation",
+    "Grammar",
+    "Piece",
+    "Report",
+    "Sampler",
+    "SamplingParams",
+    "TokenLogprob",
+    "generate",
+    "stream",
+]

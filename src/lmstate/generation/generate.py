@@ -19,26 +19,26 @@ from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lmstate.errors import CapacityError, PendingError
-from lmstate.generation.answer import CONTEXT, Answer, NoText, TextLike
-from lmstate.generation.grammar import Grammar, GrammarPicker
+from lmstate.generation.logprobs import TokenLogprob
+from lmstate.generation.params import sampling_params
 from lmstate.generation.prompts import Prompt, as_token_lists
 from lmstate.generation.report import Piece, Report
-from lmstate.generation.sampling import Sampler, TokenPicker
-from lmstate.generation.stopping import as_stops
+from lmstate.generation.row import AnswerRow, most_likely
+from lmstate.generation.sampling import Sampler
 from lmstate.language_model import LanguageModel
 from lmstate.speculation.acceptance import verify
 from lmstate.speculation.choose import DraftChoice, make_speculator
 from lmstate.speculation.drafter import Draft
 from lmstate.speculation.speculator import DraftReport, widest_draft
-from lmstate.state.validate import token_ids, whole_number
+from lmstate.state.validate import token_ids
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lmstate.state import State
-
-MAX_NEW_TOKENS = 256
 
 
 class Generation:
@@ -56,51 +56,52 @@ class Generation:
         model: LanguageModel,
         prompts: Sequence[Sequence[int]],
         state: State | None = None,
+        params: Sampler | None = None,
         *,
-        sampler: Sampler | None = None,
-        max_new_tokens: int = MAX_NEW_TOKENS,
-        stop: str | Sequence[str] = (),
         draft: DraftChoice = "auto",
-        grammar: Grammar | None = None,
+        **changes: Any,
     ) -> None:
-        max_new_tokens = whole_number(max_new_tokens, "max_new_tokens")
-        if max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 0 or more")
+        """`params`: a `SamplingParams`, or a `Sampler`; `changes`: fields of it by name."""
+        params = sampling_params(params, changes)
+        params.check(model)
+        if params.n != 1 or params.prompt_logprobs is not None:
+            raise ValueError("n and prompt_logprobs are options of Engine.submit: a row has one answer here")
         self.model = model
+        self.params = params
         self.state = model.new_state(rows=len(prompts)) if state is None else state
         self.prompts = [token_ids(prompt, f"prompt {row}") for row, prompt in enumerate(prompts)]
-        self.max_new_tokens = max_new_tokens
-        stops = as_stops(stop)
         self._check_prompts()
         # What was queued by an earlier call, or rewound past the window, is computed together with the prompt.
         queued = sum(self.state.rewind_cost(row, length) for row, length in enumerate(self.state.lengths))
         self._fed = queued + sum(map(len, self.prompts))
         self._reused = sum(self.state.lengths) - queued
-        self._answers = [
-            Answer(self._text_stream(stops), stops, before=[*self.state.tokens(row)[-CONTEXT:], *prompt])
+        self._begins = [held + len(prompt) for held, prompt in zip(self.state.lengths, self.prompts)]
+        seed = int(torch.randint(2**62, ())) if params.seed is None else params.seed
+        self._rows = [
+            AnswerRow(model, params, [*self.state.tokens(row), *prompt], row, seed)
             for row, prompt in enumerate(self.prompts)
         ]
-        sampler = sampler or Sampler()
-        self._begins = [held + len(prompt) for held, prompt in zip(self.state.lengths, self.prompts)]
-        self._grammar = None if grammar is None else GrammarPicker(sampler, grammar, len(prompts), model.eos_ids)
-        self._picker = self._grammar or TokenPicker(sampler, len(self.prompts))
-        self._speculator = make_speculator(draft, model, len(self.prompts), sampler, sampler.seed, self.state)
+        self._speculator = make_speculator(draft, model, len(self.prompts), params, params.seed, self.state)
         self._told: list[int] = []  # rows that the drafter knows
-        self._last: dict[int, int] = {}  # the newest token of rows that go on: given out, not yet computed
         self._seconds = [0.0, 0.0]  # prefill, decode
         self._first_tokens = 0
 
     @property
     def texts(self) -> list[str]:
-        return [answer.text for answer in self._answers]
+        return [row.text for row in self._rows]
 
     @property
     def ids(self) -> list[list[int]]:
         """The tokens of each row's answer: those that its text stands for."""
-        return [answer.tokens[: answer.kept()] for answer in self._answers]
+        return [row.tokens[: row.kept()] for row in self._rows]
+
+    @property
+    def logprobs(self) -> list[list[TokenLogprob]]:
+        """Log probabilities of the tokens in `ids`, where the parameters ask for them."""
+        return [row.logprobs[: row.kept()] for row in self._rows]
 
     def report(self) -> Report:
-        generated = sum(len(answer.tokens) for answer in self._answers)
+        generated = sum(len(row.tokens) for row in self._rows)
         return Report(
             fed=self._fed,
             reused=self._reused,
@@ -108,12 +109,12 @@ class Generation:
             prefill_seconds=self._seconds[0],
             decode_seconds=self._seconds[1],
             decoded=generated - self._first_tokens,
-            finished=tuple(answer.finished for answer in self._answers),
+            finished=tuple(row.finished for row in self._rows),
             draft=self._speculator.report() if self._speculator else DraftReport(),
         )
 
     def __iter__(self) -> Iterator[Piece]:
-        if self.max_new_tokens == 0:
+        if self.params.max_new_tokens == 0:
             self._prefill_only()
             return
         try:
@@ -123,8 +124,11 @@ class Generation:
                 for row in self._told:
                     self._speculator.forget(row)
 
+    @property
+    def _going(self) -> list[int]:
+        return [index for index, row in enumerate(self._rows) if row.feed and not row.over]
+
     def _pieces(self) -> Iterator[Piece]:
-        self._remember_seen()
         texts = self._first_step()
         while True:
             given = dict.fromkeys(texts, 0)
@@ -137,19 +141,19 @@ class Generation:
             except GeneratorExit:
                 self._close({row: pieces[given[row] :] for row, pieces in texts.items()})
                 raise
-            if not self._last:
+            if not self._going:
                 return
             texts = self._step()
 
     def _close(self, withheld: dict[int, list[str]]) -> None:
         """The caller wants no more: answers, and the state, end before the `withheld` pieces of the last step."""
-        for row, pieces in withheld.items():
-            answer = self._answers[row]
+        for index, pieces in withheld.items():
+            row = self._rows[index]
             if pieces:
-                answer.take_back(pieces)
-            if pieces or answer.finished is None:
+                row.take_back(pieces)
+            if pieces or not row.over:
                 with suppress(CapacityError):  # a full state: it ends one token earlier
-                    self._hold(row, answer.kept())
+                    self._hold(index, row.kept())
 
     def _first_step(self) -> dict[int, list[str]]:
         """The prompts' forward, and the first token of every row."""
@@ -158,34 +162,31 @@ class Generation:
         logits = self.model(self.prompts, self.state)  # [R, V]
         assert logits is not None
         texts, _ = self._choose(logits[:, None], {row: Draft() for row in range(len(self.prompts))})
-        if self._speculator is not None and self._last:
-            going = {row: [*held[row], *self._answers[row].tokens] for row in self._last}
+        if self._speculator is not None and self._going:
+            going = {row: [*held[row], *self._rows[row].tokens] for row in self._going}
             self._speculator.observe(going)
             self._told = list(going)
         self._seconds[0] += perf_counter() - begin
-        self._first_tokens = sum(len(answer.tokens) for answer in self._answers)
+        self._first_tokens = sum(len(row.tokens) for row in self._rows)
         return texts
 
     def _step(self) -> dict[int, list[str]]:
         """One forward over the newest token of every active row and its draft."""
         begin = perf_counter()
-        full = [row for row in self._last if not self.state.step_room(row, 1)]
+        full = [row for row in self._going if not self.state.step_room(row, 1)]
         if full:
-            for row in full:
-                del self._last[row]
-            return {row: [self._answers[row].finish("capacity")] for row in full}
+            return {row: [self._rows[row].end("capacity")] for row in full}
         drafts = self._drafts()
         width = 1 + max(map(len, drafts.values()))
         feed: list[list[int]] = [[] for _ in self.prompts]
         for row, draft in drafts.items():
-            feed[row] = [self._last[row], *draft.tokens]
-        before = {row: len(self._answers[row].tokens) for row in drafts}
+            feed[row] = [*self._rows[row].feed, *draft.tokens]
+        before = {row: len(self._rows[row].tokens) for row in drafts}
         ran = perf_counter()
         if width == 1:
             logits = self.model(feed, self.state)  # [R, V]
             assert logits is not None
-            logits = logits[:, None]
-            texts, accepted = self._choose(logits, drafts)
+            texts, accepted = self._choose(logits[:, None], drafts)
         else:
             try:
                 logits = self.model(feed, self.state, logits="all", commit=False)  # [R, T, V]
@@ -198,23 +199,24 @@ class Generation:
             self._speculator.verified(drafts, accepted)
             tokens = sum(map(len, feed))
             self._speculator.measured(tokens, perf_counter() - ran, len(drafts), gained=sum(accepted.values()))
-            self._speculator.observe({row: self._answers[row].tokens[before[row] :] for row in self._last})
+            self._speculator.observe({row: self._rows[row].tokens[before[row] :] for row in self._going})
         self._seconds[1] += perf_counter() - begin
         return texts
 
     def _drafts(self) -> dict[int, Draft]:
         """A draft for each active row, within what its answer and the state have room for."""
-        forced = {row: self._grammar.forced(row) for row in self._last} if self._grammar is not None else {}
+        going = self._going
+        forced = {row: Draft(self._rows[row].forced) for row in going}
         if self._speculator is None and not any(forced.values()):
-            return {row: Draft() for row in self._last}
+            return {row: Draft() for row in going}
         most = widest_draft(len(self.prompts)) if self._speculator is None else self._speculator.most
         room = {}
-        for row in self._last:
-            wanted = min(most, self.max_new_tokens - len(self._answers[row].tokens) - 1)
+        for row in going:
+            wanted = min(most, self.params.max_new_tokens - len(self._rows[row].tokens) - 1)
             room[row] = max(0, self.state.step_room(row, 1 + wanted) - 1) if wanted > 0 else 0
-        drafts = {row: Draft() for row in self._last}
+        drafts = {row: Draft() for row in going}
         if self._speculator is not None:
-            drafts = self._speculator.propose(room, None if self._grammar is None else self._grammar.admitted)
+            drafts = self._speculator.propose(room, lambda row, draft: self._rows[row].admitted(draft))
         return drafts | {row: draft.cut(room[row]) for row, draft in forced.items() if draft.tokens}
 
     def _choose(
@@ -225,73 +227,44 @@ class Generation:
         logits: float32 [R, T, V] of all rows. Returns, for each row, the new text token by token, and how many
         tokens of its draft it accepted.
         """
-        rows = list(drafts)
-        texts: dict[int, list[str]] = {row: [] for row in rows}
-        self._last.clear()
-        accepted = [0] * len(rows)
-
-        def give(row: int, token: int) -> bool:
-            texts[row].append(self._take(row, token))
-            return self._answers[row].finished is None
-
+        texts: dict[int, list[str]] = {index: [] for index in drafts}
+        accepted = dict.fromkeys(drafts, 0)
+        plain = [index for index in drafts if self._rows[index].plain]
         try:
-            here = logits if len(rows) == len(self.prompts) else logits[rows]
-            accepted = verify(here, rows, list(drafts.values()), self._picker, give)
+            best = dict(zip(plain, most_likely(logits, plain)))
+            for index in drafts:
+                self._rows[index].feed.clear()
+            for index, draft in drafts.items():
+                row = self._rows[index]
+
+                def give(token: int, at: Tensor, row: AnswerRow = row, new: list[str] = texts[index]) -> None:
+                    new.append(row.take(token, at))
+
+                accepted[index] = verify(row, logits[index], draft, give, best.get(index))
         finally:  # an exception leaves the tokens that were given out before this step
             if verdict:
-                counts = dict(zip(rows, accepted))
-                self.state.commit([1 + counts[row] if row in counts else 0 for row in range(len(self.prompts))])
-        for row in rows:
-            if self._answers[row].finished is not None:
+                counts = [1 + accepted[row] if row in accepted else 0 for row in range(len(self.prompts))]
+                self.state.commit(counts)
+        for index in drafts:
+            if self._rows[index].over:
                 with suppress(CapacityError):  # a full state: it ends one token earlier
-                    self._hold(row, self._answers[row].kept())
-        return texts, dict(zip(rows, accepted))
-
-    def _take(self, row: int, token: int) -> str:
-        """Give one token to a row's answer, which it may end."""
-        answer = self._answers[row]
-        if token in self.model.eos_ids:
-            self._last.pop(row, None)
-            return answer.finish("eos")
-        text = answer.take(token)
-        if self._grammar is not None and self._grammar.accept(row, token) and answer.finished is None:
-            text += answer.finish("stop")
-        if answer.finished is None and len(answer.tokens) == self.max_new_tokens:
-            text += answer.finish("length")
-        if answer.finished is None:
-            self._last[row] = token
-        else:
-            self._last.pop(row, None)
-        return text
+                    self._hold(index, self._rows[index].kept())
+        return texts, accepted
 
     def _hold(self, row: int, count: int) -> None:
         """Bring the state to the first `count` tokens of the row's answer, after what it held before that."""
-        answer = self._answers[row]
         held = self.state.lengths[row] - self._begins[row]
         if count < held:
             self.state.rewind(row, self._begins[row] + count)
         elif count > held:
-            self.state.queue(row, answer.tokens[held:count])
+            self.state.queue(row, self._rows[row].tokens[held:count])
 
     def _prefill_only(self) -> None:
         begin = perf_counter()
         self.model(self.prompts, self.state, logits="none")
         self._seconds[0] += perf_counter() - begin
-        for answer in self._answers:
-            answer.finish("length")
-
-    def _text_stream(self, stops: Sequence[str]) -> TextLike:
-        if self.model.has_tokenizer:
-            return self.model.tokenizer.stream()
-        if stops:
-            raise ValueError("stop strings were given, and the model has no tokenizer to find them with")
-        return NoText()
-
-    def _remember_seen(self) -> None:
-        if self._picker.sampler.repetition_penalty != 1.0:
-            for row, prompt in enumerate(self.prompts):
-                self._picker.see(row, self.state.tokens(row))
-                self._picker.see(row, prompt)
+        for row in self._rows:
+            row.end("length")
 
     def _check_prompts(self) -> None:
         if any(self.state.pending):
@@ -314,63 +287,52 @@ def generate(
     model: LanguageModel,
     prompt: Prompt,
     state: State | None = None,
-    max_new_tokens: int = MAX_NEW_TOKENS,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    stop: str | Sequence[str] = (),
-    seed: int | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
+    params: Sampler | None = None,
+    *,
     draft: DraftChoice = "auto",
     return_ids: bool = False,
-    grammar: Grammar | None = None,
-) -> str | list[str] | list[int] | list[list[int]]:
+    **changes: Any,
+) -> Any:
     """The text that the model continues `prompt` with; for a list of prompts a list of texts, from one ragged batch.
 
     prompt          a text or a list of token ids; or a list of these: one prompt for each row
     state           continues it (one prompt per row) and leaves it as this module's docstring says; None: a fresh one
-    max_new_tokens  at most this many tokens; 0 only feeds the prompt
-    stop            text(s) that end the answer; nothing at or after them is returned
+    params          a `lmstate.SamplingParams`. Its fields can be given by name too, and count before it:
+                    `generate(prompt, max_new_tokens=20, temperature=0.7)`. With one `seed` a row gives the same text
+                    whatever the other rows are
     draft           who proposes tokens that the model verifies several at a step: "text" (what the text itself said
                     before), "heads" (the model's own, of one loaded with heads=True), a smaller model, a
                     `lmstate.speculation.Drafter`, or None; "auto" is the text, and the heads where there are some. The
                     text and its probabilities are those without drafts, and how deep to draft is measured
     return_ids      give the answer's token ids instead of its text: a list of ids, or for a list of prompts a list of
                     these. A model without a tokenizer takes ids and needs this
-    grammar         what may come next, see `lmstate.generation.Grammar`; each row follows a copy of it
-    The other options are those of `Sampler`; with one `seed` a row gives the same text whatever the other rows are.
+
+    With `logprobs=k` it returns (the answers, a list of `TokenLogprob` for each), of the tokens that the text is of.
 
     A state that gets full ends the answer with what there is. Raises ValueError for options out of range and empty
-    prompts, CapacityError where a prompt does not fit the state.
+    prompts, TypeError for unknown ones, CapacityError where a prompt does not fit the state.
     """
     if not return_ids and not model.has_tokenizer:
         raise ValueError("the model has no tokenizer, so there is no text to return: ask for ids with return_ids=True")
     prompts, single = as_token_lists(model.tokenizer if model.has_tokenizer else None, prompt, state)
-    sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    generation = Generation(
-        model, prompts, state, sampler=sampler, max_new_tokens=max_new_tokens, stop=stop, draft=draft, grammar=grammar
-    )
+    generation = Generation(model, prompts, state, params, draft=draft, **changes)
     for _ in generation:
         pass
     answers: list[Any] = generation.ids if return_ids else generation.texts
-    return answers[0] if single else answers
+    given = answers[0] if single else answers
+    if generation.params.logprobs is None:
+        return given
+    return given, generation.logprobs[0] if single else generation.logprobs
 
 
 def stream(
     model: LanguageModel,
     prompt: Prompt,
     state: State | None = None,
-    max_new_tokens: int = MAX_NEW_TOKENS,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    stop: str | Sequence[str] = (),
-    seed: int | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
+    params: Sampler | None = None,
+    *,
     draft: DraftChoice = "auto",
-    grammar: Grammar | None = None,
+    **changes: Any,
 ) -> Iterator[str]:
     """`generate` for one prompt, piece by piece: the pieces joined are what `generate` returns.
 
@@ -384,11 +346,7 @@ def stream(
             f"stream gives the pieces of one prompt, and this is a list of {len(prompts)}: iterate over "
             "lmstate.generation.Generation, whose pieces name their row, or use generate"
         )
-    sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    generation = Generation(
-        model, prompts, state, sampler=sampler, max_new_tokens=max_new_tokens, stop=stop, draft=draft, grammar=grammar
-    )
-    return _texts(generation)
+    return _texts(Generation(model, prompts, state, params, draft=draft, **changes))
 
 
 def _texts(generation: Generation) -> Iterator[str]:

@@ -8,8 +8,6 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lmstate.errors import StateError
-from lmstate.generation.sampling import Sampler, TokenPicker
 from lmstate.speculation.drafter import Draft
 
 NOTHING_ALLOWED = "the grammar allows no token here: it is of another vocabulary, or at its end"
@@ -95,48 +93,3 @@ def admitted(grammar: Grammar, draft: Draft, ends: frozenset[int]) -> Draft:
 def _allows(grammar: Grammar, token: int) -> bool:
     allowed = grammar.allowed()
     return allowed is None or bool(allowed[token])
-
-
-class GrammarPicker(TokenPicker):
-    """A `TokenPicker` whose rows follow a grammar each. `accept` tells of every token that a row goes on with."""
-
-    def __init__(self, sampler: Sampler, grammar: Grammar, rows: int, ends: frozenset[int]) -> None:
-        super().__init__(sampler, rows)
-        check_grammar(grammar)
-        self._grammars = [grammar.copy() for _ in range(rows)]
-        self._forced: list[tuple[int, ...]] = [()] * rows  # to come next
-        self._ends = ends
-
-    def accept(self, row: int, token: int) -> bool:
-        """The row goes on with this token. Returns whether its grammar ends there."""
-        grammar = self._grammars[row]
-        grammar.accept(token)
-        self._forced[row] = self._forced[row][1:] or tuple(grammar.forced())
-        return grammar.ended
-
-    def forced(self, row: int) -> Draft:
-        """The tokens that must come next."""
-        return Draft(self._forced[row])
-
-    def admitted(self, row: int, draft: Draft) -> Draft:
-        """A draft up to the first token that may not come, see `admitted`."""
-        return admitted(self._grammars[row], draft, self._ends)
-
-    def _adjusted(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        masks = [self._mask_of(row, logits) for row in rows]
-        adjusted = super()._adjusted(logits, rows)
-        if all(mask is None for mask in masks):
-            return adjusted
-        free = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-        return adjusted.masked_fill(torch.stack([free if mask is None else mask for mask in masks]), float("-inf"))
-
-    def _mask_of(self, row: int, logits: Tensor) -> Tensor | None:
-        """Tokens that must not come next: bool `[V]`."""
-        if self._forced[row]:
-            barred = torch.ones(logits.shape[-1], dtype=torch.bool, device=logits.device)
-            barred[self._forced[row][0]] = False
-            return barred
-        mask = forbidden(self._grammars[row], self._ends, logits.device)
-        if mask is not None and bool(mask.all()):
-            raise StateError(NOTHING_ALLOWED)
-        return mask

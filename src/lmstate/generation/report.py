@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lmstate.generation.answer import Finish
+from lmstate.generation.row import Finish
 from lmstate.speculation.speculator import DraftReport
 
 

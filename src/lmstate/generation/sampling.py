@@ -34,7 +34,7 @@ class Sampler:
     seed                None takes one from torch's global generator, so that `torch.manual_seed` reproduces too
     presence_penalty    taken off the logits of tokens that the answer holds (OpenAI); also when greedy
     frequency_penalty   the same, times how often it holds them
-    logit_bias          (token, what is added to its logit); also when greedy
+    logit_bias          what is added to the logits of tokens, by token; also when greedy. Kept as pairs
     """
 
     temperature: float = 0.0
@@ -45,9 +45,10 @@ class Sampler:
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             object.__setattr__(self, name, real_number(getattr(self, name), name))
         for name in ("top_p", "min_p"):
@@ -64,7 +65,7 @@ class Sampler:
         _check("repetition_penalty", penalty, 0.0 < penalty < math.inf, "above 0 (1.0 changes nothing)")
         for name in ("presence_penalty", "frequency_penalty"):
             _check(name, value := getattr(self, name), math.isfinite(value), "a finite number (0.0 changes nothing)")
-        for token, value in self.logit_bias:
+        for token, value in self.biases:
             _check(f"the logit_bias of token {token}", value, -math.inf <= value < math.inf, "a number, or -inf")
 
     @classmethod
@@ -85,6 +86,11 @@ class Sampler:
             min_p=defaults.get("min_p"),
             repetition_penalty=penalty,
         )
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as pairs of a token and what is added to its logit."""
+        return _bias(self.logit_bias)
 
     @property
     def greedy(self) -> bool:
@@ -183,7 +189,7 @@ class TokenPicker:
             return logits
         logits = logits.clone()
         if sampler.logit_bias:
-            ids, values = zip(*sampler.logit_bias)
+            ids, values = zip(*sampler.biases)
             logits[:, list(ids)] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
         for index, row in enumerate(rows):
             if sampler.repetition_penalty != 1.0:
@@ -202,6 +208,17 @@ class TokenPicker:
             self._ids[row] = torch.cat([self._ids[row].to(device), new])
             self._new[row].clear()
         return self._ids[row]
+
+
+def _bias(given: Mapping[int, float] | tuple[tuple[int, float], ...] | None) -> tuple[tuple[int, float], ...]:
+    if isinstance(given, tuple):
+        return given
+    if not isinstance(given, Mapping | None):
+        raise ValueError(f"logit_bias is {given!r:.80}; it must be a dict of what is added to each token's logit")
+    return tuple(
+        (whole_number(token, "a token of logit_bias"), real_number(value, f"the logit_bias of token {token}"))
+        for token, value in (given or {}).items()
+    )
 
 
 def _check(name: str, value: float | None, right: bool, range_: str) -> None:

@@ -7,7 +7,7 @@ import json
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from lmstate.serve.answer.answers import Answer, AnsweredCall, Passage, usage_details
 from lmstate.serve.answer.handlers import json_response, log
 from lmstate.serve.answer.messages import Call, Chat, Message, without_volatile
-from lmstate.serve.answer.sampling import sampling_options, stops
+from lmstate.serve.answer.sampling import sampling_params, stops
 from lmstate.serve.answer.service import ChatTask, Constraint, Service, ToolUse
 from lmstate.serve.openai.tools import chosen_name, kind_of, tool_name
 from lmstate.serve.tools import CallArguments, CallStart, Event, Reasoning, Text, Tool
@@ -163,17 +163,18 @@ class MessageAnswer:
 async def messages(service: Service, request: Request, body: MessagesBody) -> ASGIApp:
     service.settings.check_model(body.model)
     chat, use = read_chat(body)
-    options = sampling_options(body, service.vocab_size, service.model.defaults)
+    params = sampling_params(body, service.vocab_size, service.model.defaults)
+    params = replace(params, stop=stops(body.stop_sequences))
     if body.thinking is not None and service.renderer.reasoning is not None:  # clients send it to any model
-        options["max_thinking_tokens"] = body.thinking.budget_tokens
+        params = replace(params, max_thinking_tokens=body.thinking.budget_tokens)
     task = await service.chat(
         request.receive,
         chat,
-        options,
+        params,
         use=use,
         max_new_tokens=body.max_tokens,
+        priority=body.priority or 0,
         constraint=read_format(service, body),
-        stops=stops(body.stop_sequences),
         call_prefix="toolu_",
     )
     answer = MessageAnswer(task, body.model)

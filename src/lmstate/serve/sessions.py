@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,7 +20,7 @@ from lmstate.engine.session import Record, SessionBusy
 from lmstate.errors import StateError
 from lmstate.serve.answer.answers import usage_details
 from lmstate.serve.answer.handlers import json_response, log
-from lmstate.serve.answer.sampling import check_ids, sampling_options, stops
+from lmstate.serve.answer.sampling import check_ids, sampling_params, stops
 from lmstate.serve.answer.service import Service
 from lmstate.serve.openai.chat import read_chat
 from lmstate.serve.openai.completions import prompt_ids
@@ -155,7 +155,7 @@ async def send(service: Service, request: Request, body: SendBody) -> ASGIApp:
     """Go on with `text`, `messages` or `tokens`; streamed if asked."""
     session = await found(service, request)
     prompt, count = await asyncio.to_thread(read_prompt, service, body)
-    options = sampling_options(body, service.vocab_size, service.model.defaults)
+    params = sampling_params(body, service.vocab_size, service.model.defaults)
     constraint, grammar = read_constraint(body, body.response_format, service.grammars), None
     if constraint is not None:
         grammar = await unless_gone(
@@ -164,9 +164,10 @@ async def send(service: Service, request: Request, body: SendBody) -> ASGIApp:
     try:
         started = service.submit(
             prompt,
-            {**options, "stop": stops(body.stop), "session": session},
+            replace(params, stop=stops(body.stop), grammar=grammar),
             max_new_tokens=body.max_tokens,
-            grammar=grammar,
+            priority=body.priority or 0,
+            session=session,
             length=len(session.tokens) + count,
         )
     except SessionBusy as error:

@@ -22,49 +22,67 @@ from torch import Tensor
 from lmstate.speculation.drafter import Draft
 
 
-class TokenPicker(Protocol):
-    """The part of `lmstate.generation.sampling.TokenPicker` that verification uses."""
+class TreePicker(Protocol):
+    """The part of `lmstate.generation.sampling.TokenPicker` that verification of trees uses."""
 
     def pick(self, logits: Tensor, rows: Sequence[int]) -> list[int]:
         """The next token of each of `rows`, from logits [len(rows), V]."""
 
-    def distribution(self, logits: Tensor, row: int) -> Tensor:
+
+class DraftedRow(Protocol):
+    """The part of `lmstate.generation.row.AnswerRow` that verification uses."""
+
+    feed: list[int]  # tokens given to the row that the model has not read
+
+    @property
+    def over(self) -> bool:
+        """Whether the answer has ended."""
+
+    def pick(self, logits: Tensor) -> int:
+        """The next token, from logits float32 `[V]`."""
+
+    def distribution(self, logits: Tensor) -> Tensor:
         """Distribution that `pick` draws from: float64 `[V]`, from logits `[V]`."""
 
-    def uniform(self, row: int) -> float:
+    def uniform(self) -> float:
         """A random number in 0..1 from the row's stream."""
 
-    def take(self, row: int, token: int) -> None:
+    def chosen(self, token: int) -> None:
         """The row goes on with this token, which `pick` did not choose."""
 
 
 def verify(
+    row: DraftedRow,
     logits: Tensor,
-    rows: Sequence[int],
-    drafts: Sequence[Draft],
-    picker: TokenPicker,
-    give: Callable[[int, int], bool],
-) -> list[int]:
-    """Number of draft tokens that each of `rows` accepts. `give(row, token)` gets every chosen token in turn.
+    draft: Draft,
+    give: Callable[[int, Tensor], None],
+    best: Sequence[int | None] | None = None,
+) -> int:
+    """Choose a row's next tokens along a draft for as long as they agree; returns how many of its tokens hold.
 
-    logits: float32 [len(rows), 1 + the longest draft, V]: after the row's last token and after each drafted one.
-    `give` answers whether the row goes on; one that does not ends there, and the token that ended it does not count as
-    accepted. Each other row gets one token more than it accepts.
+    logits  float32 `[T, V]`: after the last token that the row had, and after each drafted one
+    give    gets every chosen token with the logits that it was chosen from, and adds it to `row.feed`, which has to be
+            empty; it may add more, that need no choosing
+    best    the most likely token at each place, for a row that takes those; None where it is to be picked
+
+    Afterwards `row.feed` has the tokens that no place of `logits` has read. The token that ends the answer does not
+    count as one that holds.
     """
-    accepted = [0] * len(rows)
-    going = list(range(len(rows)))
-    at = 0
-    while going:
-        chosen = _choose(logits[:, at], at, going, rows, drafts, picker)
-        on = []
-        for index, token in zip(going, chosen):
-            draft = drafts[index].tokens
-            if give(rows[index], token) and at < len(draft) and draft[at] == token:
-                accepted[index] += 1
-                on.append(index)
-        going = on
-        at += 1
-    return accepted
+    given = row.feed
+    while True:
+        at = len(given)
+        token = None if best is None else best[at]
+        if token is None:
+            drawn = draft.drawn_from is not None and at < len(draft)
+            token = _accept_or_redraw(row, logits[at], draft, at) if drawn else row.pick(logits[at])
+        give(token, logits[at])
+        agreed = next((i for i, pair in enumerate(zip(given, draft.tokens)) if pair[0] != pair[1]), None)
+        agreed = min(len(given), len(draft)) if agreed is None else agreed
+        if row.over:
+            return min(agreed, at)
+        if agreed < len(given):
+            del given[:agreed]
+            return agreed
 
 
 def verify_tree(
@@ -72,7 +90,7 @@ def verify_tree(
     row: int,
     tokens: Sequence[int],
     parents: Sequence[int],
-    picker: TokenPicker,
+    picker: TreePicker,
     give: Callable[[int, int], bool],
 ) -> list[int]:
     """The path of a tree that the model itself takes, for `state.commit_path`.
@@ -90,33 +108,19 @@ def verify_tree(
         path.append(child)
 
 
-def _choose(
-    logits: Tensor, at: int, going: list[int], rows: Sequence[int], drafts: Sequence[Draft], picker: TokenPicker
-) -> list[int]:
-    """The next token of each row that goes on, from logits [len(rows), V] at place `at` of the drafts."""
-    drawn = [index for index in going if drafts[index].drawn_from is not None and at < len(drafts[index])]
-    plain = [index for index in going if index not in drawn]
-    tokens: dict[int, int] = {}
-    if plain:
-        here = logits if len(plain) == len(rows) else logits[plain]
-        tokens.update(zip(plain, picker.pick(here, [rows[index] for index in plain])))
-    for index in drawn:
-        draft = drafts[index]
-        assert draft.drawn_from is not None
-        tokens[index] = _accept_or_redraw(logits[index], rows[index], draft.tokens[at], draft.drawn_from[at], picker)
-    return [tokens[index] for index in going]
-
-
-def _accept_or_redraw(logits: Tensor, row: int, token: int, q: Tensor, picker: TokenPicker) -> int:
-    p = picker.distribution(logits, row)
-    if picker.uniform(row) * float(q[token]) >= float(p[token]):
+def _accept_or_redraw(row: DraftedRow, logits: Tensor, draft: Draft, at: int) -> int:
+    """The token at a place of a draft that was drawn at random, or another one in its place."""
+    assert draft.drawn_from is not None
+    token, q = draft.tokens[at], draft.drawn_from[at]
+    p = row.distribution(logits)
+    if row.uniform() * float(q[token]) >= float(p[token]):
         rest = (p - q).clamp(min=0)
         cumulative = rest.cumsum(0)
         total = cumulative[-1]
         # Rounding may leave nothing of a p that equals q; it rejects with no probability then.
         if float(total) > 0:
-            point = picker.uniform(row) * total
+            point = row.uniform() * total
             below = torch.nextafter(total, torch.zeros_like(total))
             token = int(torch.searchsorted(cumulative, torch.minimum(point, below), right=True))
-    picker.take(row, token)
+    row.chosen(token)
     return token

@@ -103,7 +103,7 @@ class Conversation:
             self.model,
             [align(self.state, ids)],
             self.state,
-            sampler=self.sampler,
+            params=self.sampler,
             max_new_tokens=self.max_new_tokens,
             draft=self.draft,
         )

@@ -1,23 +1,26 @@
-"""Sampling fields, which the protocols and their local extensions share, as options of the engine."""
+"""Sampling fields, which the protocols and their local extensions share, as `SamplingParams`."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmstate.serve.wire.body import wrong
 from lmstate.serve.wire.errors import ApiError
 from lmstate.serve.wire.schema.common import Sampling, StopTexts
 
+if TYPE_CHECKING:
+    from lmstate.generation import SamplingParams
+
 SMALLEST_TOP_P = 1e-9  # for 0, which some clients send: the best token alone
 
 
-def sampling_options(body: Sampling, vocab_size: int, defaults: dict[str, Any]) -> dict[str, Any]:
-    """Options of `Engine.submit` from the sampling fields of a body.
+def sampling_params(body: Sampling, vocab_size: int, defaults: dict[str, Any]) -> SamplingParams:
+    """Sampling parameters from the fields of a body; its length and stop strings are read by the protocols.
 
     `defaults` is what the checkpoint's makers suggest, used for fields that the client leaves out; without such, the
     answer is greedy. Raises `ApiError` for what no range of a field tells.
     """
-    from lmstate.generation import Sampler
+    from lmstate.generation import Sampler, SamplingParams
 
     suggested = Sampler.suggested(defaults)
     if body.seed is not None and not -(2**63) <= body.seed < 2**64:
@@ -26,23 +29,22 @@ def sampling_options(body: Sampling, vocab_size: int, defaults: dict[str, Any]) 
     def given(value: Any, default: Any) -> Any:
         return default if value is None else value
 
-    return {
-        "temperature": given(body.temperature, suggested.temperature),
-        "top_k": suggested.top_k if body.top_k is None else (body.top_k if body.top_k > 0 else None),
-        "top_p": suggested.top_p if body.top_p is None else max(body.top_p, SMALLEST_TOP_P),
-        "min_p": given(body.min_p, suggested.min_p),
-        "repetition_penalty": given(body.repetition_penalty, suggested.repetition_penalty),
-        "presence_penalty": body.presence_penalty or 0.0,
-        "frequency_penalty": body.frequency_penalty or 0.0,
-        "logit_bias": _logit_bias(body, vocab_size),
-        "seed": body.seed,
-        "ignore_eos": bool(body.ignore_eos),
-        "include_stop_str_in_output": bool(body.include_stop_str_in_output),
-        "min_tokens": body.min_tokens or 0,
-        "stop_token_ids": tuple(check_ids(body.stop_token_ids or [], "stop_token_ids", vocab_size)),
-        "max_thinking_tokens": body.thinking_token_budget,
-        "priority": body.priority or 0,
-    }
+    return SamplingParams(
+        temperature=given(body.temperature, suggested.temperature),
+        top_k=suggested.top_k if body.top_k is None else (body.top_k if body.top_k > 0 else None),
+        top_p=suggested.top_p if body.top_p is None else max(body.top_p, SMALLEST_TOP_P),
+        min_p=given(body.min_p, suggested.min_p),
+        repetition_penalty=given(body.repetition_penalty, suggested.repetition_penalty),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(body, vocab_size),
+        seed=body.seed,
+        ignore_eos=bool(body.ignore_eos),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        min_tokens=body.min_tokens or 0,
+        stop_token_ids=tuple(check_ids(body.stop_token_ids or [], "stop_token_ids", vocab_size)),
+        max_thinking_tokens=body.thinking_token_budget,
+    )
 
 
 def stops(given: StopTexts | None) -> tuple[str, ...]:

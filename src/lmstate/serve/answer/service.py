@@ -14,7 +14,8 @@ from starlette.types import Receive
 
 from lmstate.engine.results import EngineClosed, QueueFull
 from lmstate.errors import StateError
-from lmstate.generation.answer import CONTEXT
+from lmstate.generation.params import SamplingParams
+from lmstate.generation.row import CONTEXT
 from lmstate.serve.answer.answers import Answer, AnswerMaker
 from lmstate.serve.answer.grammar import Grammars
 from lmstate.serve.answer.messages import Call, Chat, Message, Prompt, Renderer
@@ -26,7 +27,7 @@ from lmstate.serve.wire.sse import Disconnected, unless_gone
 from lmstate.text.replay import Replay, Sampled, link
 
 if TYPE_CHECKING:
-    from lmstate.engine import Completion, Engine, Piece, Request
+    from lmstate.engine import Completion, Engine, Piece, Request, Session
 
 log = logging.getLogger("lmstate.serve")
 
@@ -131,22 +132,23 @@ class Service:
     def submit(
         self,
         prompt: Any,
-        options: dict[str, Any],
+        params: SamplingParams,
         *,
         max_new_tokens: int | None,
-        grammar: Any = None,
+        priority: int = 0,
+        session: Session | None = None,
         length: int | None = None,
     ) -> Request:
         """Queue a request, its length cut to the context. Raises `ApiError`.
 
-        `prompt` is token ids, or what a session goes on with; then `length` is how many tokens it comes to.
+        `prompt` is token ids, or what a `session` goes on with; then `length` is how many tokens it comes to.
         """
         if self.draining:
             raise ApiError("the server is shutting down", 503, code="shutting_down", retry_after=5)
         if not prompt:
             raise ApiError("the prompt has no tokens: there is nothing to continue", param="prompt")
         room = self.room(len(prompt) if length is None else length)
-        least = options.get("min_tokens", 0)
+        least = params.min_tokens
         if max_new_tokens is None:
             max_new_tokens = max(self.settings.max_new_tokens, least)
         elif max_new_tokens < least:
@@ -155,9 +157,10 @@ class Service:
         try:
             request = self.engine.submit(
                 prompt,
-                max_new_tokens=wanted,
-                grammar=grammar,
-                **{"deadline": self.settings.request_timeout, **options, "min_tokens": min(least, wanted)},
+                replace(params, max_new_tokens=wanted, min_tokens=min(least, wanted)),
+                priority=priority,
+                deadline=self.settings.request_timeout,
+                session=session,
             )
         except (StateError, QueueFull, EngineClosed) as error:
             raise as_api_error(error) from None
@@ -195,28 +198,25 @@ class Service:
         self,
         receive: Receive,
         chat: Chat,
-        options: dict[str, Any],
+        params: SamplingParams,
         *,
         use: ToolUse,
         max_new_tokens: int | None,
+        priority: int = 0,
         constraint: Constraint | None = None,
-        stops: tuple[str, ...] = (),
-        count: int = 1,
-        logprobs: int | None = None,
         call_prefix: str = "call_",
         tokens: list[int] | None = None,
     ) -> ChatTask:
         """Begin to answer a conversation. `tokens` stand for its rendered prompt where they are known already."""
         if use.required:
-            stops = ()  # there is no text for them to end, and arguments are to be whole
+            params = replace(params, stop=())  # there is no text for it to end, and arguments are to be whole
 
         def prepare() -> tuple[Prompt, tuple[str, str] | None, AnswerMaker]:
             prompt = self.renderer.prompt(chat)
             if tokens is not None:
                 prompt = Prompt(tokens, prompt.text, prompt.chain)
             written = self._grammar(prompt, use, constraint)
-            least, include = options.get("min_tokens", 0), options.get("include_stop_str_in_output", False)
-            return prompt, written, self.maker(prompt, use, stops, call_prefix, least, include)
+            return prompt, written, self.maker(prompt, use, params, call_prefix)
 
         # Rendering, tokenizing and compiling take milliseconds for long texts: not on the loop that feeds all streams.
         prompt, written, maker = await asyncio.to_thread(prepare)
@@ -226,21 +226,16 @@ class Service:
         if self.settings.log_prompts:
             log.info("prompt: %s", prompt.text)
         request = self.submit(
-            prompt.tokens,
-            {**options, "stop": stops, "n": count, "logprobs": logprobs},
-            max_new_tokens=max_new_tokens,
-            grammar=grammar,
+            prompt.tokens, replace(params, grammar=grammar), max_new_tokens=max_new_tokens, priority=priority
         )
-        return ChatTask(prompt, request, maker.answers(count), receive)
+        return ChatTask(prompt, request, maker.answers(params.n), receive)
 
     def maker(
         self,
         prompt: Prompt,
         use: ToolUse,
-        stops: tuple[str, ...] = (),
+        params: SamplingParams | None = None,
         call_prefix: str = "call_",
-        min_tokens: int = 0,
-        include_stop: bool = False,
     ) -> AnswerMaker:
         """A parser that makes text, reasoning and tool calls of the tokens that follow a prompt."""
         format, reasoning = self.renderer.format, self.renderer.reasoning
@@ -258,17 +253,18 @@ class Service:
             markers = (*markers, reasoning.start, reasoning.end)
         before = tuple(prompt.tokens[-CONTEXT:]) if prompt.continued else ()
         single = not use.parallel
+        params = params or SamplingParams()
         return AnswerMaker(
             self.tokenizer,
             whole,
             markers,
-            stops,
+            params.stops,
             call_prefix,
             single,
             use.required,
-            min_tokens,
+            params.min_tokens,
             before,
-            include_stop,
+            params.include_stop_str_in_output,
         )
 
     def _grammar(self, prompt: Prompt, use: ToolUse, constraint: Constraint | None) -> tuple[str, str] | None:

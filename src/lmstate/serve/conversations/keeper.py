@@ -13,7 +13,7 @@ from lmstate.engine.session import Moment, Record
 from lmstate.serve.answer.answers import Answer, usage_details
 from lmstate.serve.answer.handlers import log
 from lmstate.serve.answer.messages import Chat, Prompt
-from lmstate.serve.answer.sampling import sampling_options
+from lmstate.serve.answer.sampling import sampling_params
 from lmstate.serve.answer.service import Service, ToolUse
 from lmstate.serve.conversations.live import Live
 from lmstate.serve.conversations.markdown import GrowingMarkdown, render_blocks
@@ -26,6 +26,7 @@ from lmstate.serve.wire.schema.sessions import PageSettings
 
 if TYPE_CHECKING:
     from lmstate.engine import Request
+    from lmstate.generation import SamplingParams
 
 ALTERNATIVES = 8  # of each token, with their probabilities
 SAVED_EVERY, SHARE = 1.0, 50  # seconds between two savings of an answer that is being written, or times their cost
@@ -87,14 +88,14 @@ class Keeper:
         if title is not None:
             conversation.title = title
         if settings is not None:
-            self.options(settings)  # refuses what is out of range
+            self.params(settings)  # refuses what is out of range
             conversation.settings = settings
         self.store.put(conversation)
         live.touch()
 
-    def options(self, settings: dict[str, Any]) -> dict[str, Any]:
+    def params(self, settings: dict[str, Any]) -> SamplingParams:
         given = read(settings, PageSettings, "settings")
-        return sampling_options(given, self.service.vocab_size, self.service.model.defaults)
+        return sampling_params(given, self.service.vocab_size, self.service.model.defaults)
 
     # ---- answers
 
@@ -195,10 +196,12 @@ class Keeper:
         if live.deleted:
             raise ApiError("the conversation was deleted", 404)
         settings = live.conversation.settings
-        options = {**self.options(settings), "logprobs": ALTERNATIVES}
-        if other and not options["temperature"] and "temperature" not in settings:
-            options["temperature"] = OTHER  # the likeliest answer is there already
-        return self.service.submit(tokens, options, max_new_tokens=settings.get("max_tokens"))
+        params = replace(self.params(settings), logprobs=ALTERNATIVES)
+        if other and params.greedy and "temperature" not in settings:
+            params = replace(params, temperature=OTHER)  # the likeliest answer is there already
+        return self.service.submit(
+            tokens, params, max_new_tokens=settings.get("max_tokens"), priority=settings.get("priority") or 0
+        )
 
     def _begin(self, live: Live, answer: Node, request: Request, changed: list[Node]) -> None:
         live.conversation.updated = time()

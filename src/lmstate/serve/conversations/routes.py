@@ -66,7 +66,7 @@ async def list_conversations(service: Service, request: Request) -> ASGIApp:
 async def create(service: Service, request: Request, body: PageConversation) -> ASGIApp:
     kept = keeper(request)
     settings = settings_of(body) or {}
-    kept.options(settings)
+    kept.params(settings)
     return json_response({"id": kept.create(title_of(body) or "", settings).conversation.id}, 201)
 
 

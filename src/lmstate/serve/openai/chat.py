@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 from lmstate.serve.answer.answers import Answer, AnsweredCall
 from lmstate.serve.answer.handlers import json_response, log
 from lmstate.serve.answer.messages import Chat
-from lmstate.serve.answer.sampling import sampling_options, stops
+from lmstate.serve.answer.sampling import sampling_params, stops
 from lmstate.serve.answer.service import ChatTask, Service, ToolUse
 from lmstate.serve.openai import fields
 from lmstate.serve.openai.tools import read_tool_use
@@ -178,13 +178,16 @@ async def chat_completions(service: Service, request: Request, body: ChatBody) -
     task = await service.chat(
         request.receive,
         chat,
-        sampling_options(body, service.vocab_size, service.model.defaults),
+        replace(
+            sampling_params(body, service.vocab_size, service.model.defaults),
+            stop=stops(body.stop),
+            n=body.n or 1,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        ),
         use=use,
         max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        priority=body.priority or 0,
         constraint=fields.read_constraint(body, body.response_format, service.grammars),
-        stops=stops(body.stop),
-        count=body.n or 1,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     wants_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     name = body.model or service.settings.model_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import time
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from lmstate.serve.answer.handlers import json_response, log
-from lmstate.serve.answer.sampling import check_ids, sampling_options, stops
+from lmstate.serve.answer.sampling import check_ids, sampling_params, stops
 from lmstate.serve.answer.service import Service
 from lmstate.serve.openai import fields
 from lmstate.serve.wire.body import wrong
@@ -224,13 +224,13 @@ async def completions(service: Service, request: Request, body: CompletionBody) 
         raise ApiError("best_of cannot be streamed: it is known at the end only", param="best_of")
     if body.stream and echo and logprobs is not None:
         raise ApiError("echo with logprobs cannot be streamed: ask without stream", param="stream")
-    options = sampling_options(body, service.vocab_size, service.model.defaults)
-    options |= {
-        "stop": stops(body.stop),
-        "n": best_of,
-        "logprobs": 0 if best_of > n and logprobs is None else logprobs,
-        "prompt_logprobs": logprobs if echo else None,
-    }
+    params = replace(
+        sampling_params(body, service.vocab_size, service.model.defaults),
+        stop=stops(body.stop),
+        n=best_of,
+        logprobs=0 if best_of > n and logprobs is None else logprobs,
+        prompt_logprobs=logprobs if echo else None,
+    )
     constraint = fields.read_constraint(body, body.response_format, service.grammars)
     longest = 16 if body.max_tokens is None else body.max_tokens
     requests: list[EngineRequest] = []
@@ -255,7 +255,9 @@ async def completions(service: Service, request: Request, body: CompletionBody) 
                 )
             while True:
                 try:
-                    requests.append(service.submit(prompt, options, max_new_tokens=longest, grammar=grammar))
+                    asked = replace(params, grammar=grammar)
+                    submitted = service.submit(prompt, asked, max_new_tokens=longest, priority=body.priority or 0)
+                    requests.append(submitted)
                     break
                 except ApiError as error:
                     earlier = next((one for one in requests if not one.done), None)

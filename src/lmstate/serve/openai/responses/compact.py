@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from lmstate.serve.answer.handlers import json_response
 from lmstate.serve.answer.messages import Message
-from lmstate.serve.answer.sampling import sampling_options
+from lmstate.serve.answer.sampling import sampling_params
 from lmstate.serve.answer.service import Service, ToolUse
 from lmstate.serve.openai.responses import items
 from lmstate.serve.openai.responses.compaction import ASK, BEFORE, compaction_item
@@ -32,8 +32,9 @@ async def compact(service: Service, request: Request, body: ResponseBody) -> ASG
     task = await service.chat(
         request.receive,
         asked.chat,
-        sampling_options(body, service.vocab_size, service.model.defaults),
+        sampling_params(body, service.vocab_size, service.model.defaults),
         use=ToolUse(),
+        priority=body.priority or 0,
         max_new_tokens=min(SUMMARY, service.settings.max_new_tokens),
         tokens=await asyncio.to_thread(exact_tokens, service, asked),
     )

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from lmstate.serve.answer.answers import AnsweredCall, Passage, usage_details
 from lmstate.serve.answer.handlers import json_response, log
 from lmstate.serve.answer.messages import Chat, Message
-from lmstate.serve.answer.sampling import sampling_options, stops
+from lmstate.serve.answer.sampling import sampling_params, stops
 from lmstate.serve.answer.service import ChatTask, Constraint, Service, ToolUse
 from lmstate.serve.openai import fields
 from lmstate.serve.openai.chat import event_stream
@@ -208,12 +208,15 @@ async def create_response(service: Service, request: Request, body: ResponseBody
     task = await service.chat(
         request.receive,
         asked.chat,
-        sampling_options(body, service.vocab_size, service.model.defaults),
+        replace(
+            sampling_params(body, service.vocab_size, service.model.defaults),
+            stop=stops(body.stop),
+            logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
+        ),
         use=asked.use,
         max_new_tokens=body.max_output_tokens,
+        priority=body.priority or 0,
         constraint=asked.constraint,
-        stops=stops(body.stop),
-        logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
         tokens=await asyncio.to_thread(exact_tokens, service, asked),
     )
     answer = ResponseAnswer(service, kept, task, asked, output=Output(asked.use.tools))

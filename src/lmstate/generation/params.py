@@ -1,0 +1,129 @@
+"""`SamplingParams`: how the answers to one prompt are generated, from HTTP, the command line and Python alike."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from lmstate.generation.grammar import Grammar, check_grammar
+from lmstate.generation.sampling import Sampler
+from lmstate.generation.stopping import as_stops
+from lmstate.generation.thinking import ThinkingFormat
+from lmstate.language_model import LanguageModel
+from lmstate.state.validate import flag, token_ids, whole_number
+
+MAX_TOP_LOGPROBS = 1024
+MAX_NEW_TOKENS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams(Sampler):
+    """Sampling, limits, stops, log probabilities, grammar and thinking budget. Immutable.
+
+    The fields of `Sampler`, and:
+
+    max_new_tokens      at most this many tokens; 0 only reads the prompt
+    min_tokens          no end-of-sequence or stop token before so many, and no stop string that ends within them
+    n                   answers to the one prompt, which is read once; with a seed, answer i draws as row i of
+                        `model.generate` does
+    stop                text(s) that end the answer; nothing at or after them is returned
+    include_stop_str_in_output  the text ends with the stop string that ended it, instead of before it
+    stop_token_ids      end the answer like an end-of-sequence token
+    ignore_eos          end-of-sequence tokens do not end the answer
+    logprobs            log probabilities of the tokens of the answers, with this many of the most likely ones
+    prompt_logprobs     the same for the prompt, all of which is then computed
+    grammar             what may come next, see `Grammar`; each answer follows a copy of it
+    max_thinking_tokens  tokens of the thinking section; after them comes what the chat template ends it with, and the
+                        answer
+
+    Raises ValueError for values out of range.
+    """
+
+    max_new_tokens: int = MAX_NEW_TOKENS
+    min_tokens: int = 0
+    n: int = 1
+    stop: str | Sequence[str] = ()
+    include_stop_str_in_output: bool = False
+    stop_token_ids: Collection[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
+    max_thinking_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checked: dict[str, Any] = {
+            "max_new_tokens": _count("max_new_tokens", self.max_new_tokens),
+            "min_tokens": _count("min_tokens", self.min_tokens),
+            "n": _count("n", self.n, least=1),
+            "stop": as_stops(self.stop),
+            "include_stop_str_in_output": flag(self.include_stop_str_in_output, "include_stop_str_in_output"),
+            "stop_token_ids": frozenset(token_ids(self.stop_token_ids, "stop_token_ids")),
+            "ignore_eos": flag(self.ignore_eos, "ignore_eos"),
+        }
+        for name in ("logprobs", "prompt_logprobs", "max_thinking_tokens"):
+            if (given := getattr(self, name)) is not None:
+                checked[name] = _count(name, given, most=MAX_TOP_LOGPROBS if name != "max_thinking_tokens" else None)
+        if self.grammar is not None:
+            check_grammar(self.grammar)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return as_stops(self.stop)
+
+    def ends(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """The tokens that end an answer, of a model with these end-of-sequence tokens."""
+        return (frozenset() if self.ignore_eos else eos_ids) | frozenset(self.stop_token_ids)
+
+    def check(self, model: LanguageModel) -> None:
+        """Raise ValueError for what does not fit together or does not fit the model.
+
+        Raises UnsupportedError for a limit on the thinking of a model whose chat template has no thinking section.
+        """
+        if self.min_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_tokens is {self.min_tokens}, more than max_new_tokens, which is {self.max_new_tokens}"
+            )
+        vocab = model.config.vocab_size
+        for token, _ in self.biases:
+            check_token(token, "logit_bias", vocab)
+        for token in self.stop_token_ids:
+            check_token(token, "stop_token_ids", vocab)
+        if self.stop and not model.has_tokenizer:
+            raise ValueError("stop strings were given, and this model has no tokenizer: give stop_token_ids")
+        if self.max_thinking_tokens is not None:
+            ThinkingFormat.of(model.tokenizer)
+
+
+def sampling_params(params: Sampler | None, changes: dict[str, Any]) -> SamplingParams:
+    """`params` with changes. A `Sampler` keeps the other parameters at their defaults.
+
+    Raises ValueError for values out of range, TypeError for unknown names.
+    """
+    if params is None:
+        return SamplingParams(**changes)
+    if isinstance(params, SamplingParams):
+        return replace(params, **changes) if changes else params
+    if not isinstance(params, Sampler):
+        raise ValueError(f"params is {params!r:.80}; give lmstate.SamplingParams, or None and options by name")
+    sampler = {field.name: getattr(params, field.name) for field in fields(params)}
+    return SamplingParams(**{**sampler, **changes})
+
+
+def check_token(token: int, where: str, vocab: int) -> int:
+    """A token id of the vocabulary. Raises ValueError for anything else."""
+    number = whole_number(token, f"a token of {where}")
+    if not 0 <= number < vocab:
+        raise ValueError(f"{where} has token {number}; this model's are 0 to {vocab - 1}")
+    return number
+
+
+def _count(name: str, value: int, least: int = 0, most: int | None = None) -> int:
+    number = whole_number(value, name)
+    if number < least or (most is not None and number > most):
+        raise ValueError(f"{name} is {number}; it must be {least} or more" + (f", at most {most}" if most else ""))
+    return number
