@@ -208,3 +208,73 @@ def test_calls_that_follow_one_another_leave_others_their_steps() -> None:
         go.set()
         request.result(600)
     assert left
+
+
+def taught(pace: Pace, call: float = 2.0, token: float = 0.5, step: float = 10.0) -> Pace:
+    """A pace that has measured chunks, and steps of rows that decode, of these costs."""
+    pace.decoded(step)
+    for number in range(60):
+        size = (16, 64, 128, 32)[number % 4]
+        pace.read(size, call + token * size, 0, 0)
+    return pace
+
+
+def test_the_bound_is_the_larger_of_milliseconds_and_a_multiple() -> None:
+    def tokens(stall: float | None, most: float | None) -> int:
+        return taught(Pace(stall, most)).chunk(True, 0, 5000)
+
+    assert tokens(None, 80.0) == tokens(3.0, 80.0) > 2 * tokens(3.0, None)
+    assert tokens(12.0, 80.0) == tokens(12.0, None) > tokens(3.0, 80.0)
+    assert tokens(None, 11.0) == 8, "there is no time, and the prompt goes on even so"
+
+
+def test_a_request_has_a_bound_of_its_own() -> None:
+    pace = taught(Pace(None, 80.0))
+    usual = pace.chunk(True, 0, 5000)
+    assert pace.chunk(True, 0, 5000, {None, 40.0}) < usual == pace.chunk(True, 0, 5000, {None, 160.0})
+    assert pace.chunk(True, 0, 5000, {160.0}) > usual
+    assert pace.chunk(True, 0, 5000, {None}, spent=30.0) < usual
+    assert pace.leaves_time({None}, 20.0) and not pace.leaves_time({None, 40.0}, 20.0)
+
+
+@pytest.mark.parametrize("bound", [{"max_itl": 0}, {"max_itl": float("nan")}, {"stall": 1.0}, {"stall": float("nan")}])
+def test_bounds_out_of_range_are_refused(bound: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(bound))}=.* was asked for; it is above"):
+        lmstate.Engine(ours("llama"), **bound)  # type: ignore[arg-type]
+
+
+def test_short_prompts_share_the_time_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, clock, events = ours("llama"), Clock(), list[str]()
+    whole, step, reading = type(model).__call__, RowPool.step, Scheduler._read_ids
+
+    def call(self, tokens, state=None, **options):  # type: ignore[no-untyped-def]
+        clock.now += 0.002 + 0.0005 * sum(map(len, tokens))
+        return whole(self, tokens, state, **options)
+
+    def read(self, ids, *rest):  # type: ignore[no-untyped-def]
+        events.append("read")
+        return reading(self, ids, *rest)
+
+    def decode(self, tokens):  # type: ignore[no-untyped-def]
+        events.append("decode")
+        return step(self, tokens)
+
+    monkeypatch.setattr(type(model), "__call__", call)
+    monkeypatch.setattr(Scheduler, "_read_ids", read)
+    monkeypatch.setattr(RowPool, "step", decode)
+    monkeypatch.setattr("lmstate.engine.scheduler.perf_counter", clock)
+    with lmstate.Engine(model, rows=16, draft=None, max_itl=80.0) as engine:
+        stream = engine.submit(prompt(64, 1), max_new_tokens=10**6, ignore_eos=True)
+        tokens = iter(stream)
+        for seed in range(2, 6):  # costs are measured
+            engine.submit(prompt(40, seed), max_new_tokens=1).result(600)
+        for _ in range(10):
+            next(tokens)
+        go = paused(engine)
+        burst = [engine.submit(prompt(24, seed), max_new_tokens=3, ignore_eos=True) for seed in range(20, 26)]
+        go.set()
+        got = [request.result(600).tokens[0] for request in burst]
+        stream.cancel()
+        stream.result(600)
+    assert "read read read" in " ".join(events), "several were read in one gap"
+    assert got == [alone(model, prompt(24, seed), 3, ends=frozenset())[0] for seed in range(20, 26)]

@@ -86,6 +86,34 @@ def sampled_by_trees(logits: dict[tuple[int, ...], Tensor], sampler: Sampler, se
     return counts
 
 
+class PickedRow:
+    """A row of a picker, whose text ends after three tokens."""
+
+    def __init__(self, picker: TokenPicker, text: list[int]) -> None:
+        self.feed: list[int] = []
+        self._picker, self._text = picker, text
+
+    @property
+    def over(self) -> bool:
+        return len(self._text) >= 3
+
+    def pick(self, logits: Tensor) -> int:
+        return self._picker.pick(logits[None], [0])[0]
+
+    def distribution(self, logits: Tensor) -> Tensor:
+        return self._picker.distribution(logits, 0)
+
+    def uniform(self) -> float:
+        return self._picker.uniform(0)
+
+    def chosen(self, token: int) -> None:
+        self._picker.take(0, token)
+
+    def give(self, token: int, logits: Tensor) -> None:
+        self.feed.append(token)
+        self._text.append(token)
+
+
 def sampled(
     logits: dict[tuple[int, ...], Tensor], sampler: Sampler, q: Tensor | None, depths: Sequence[int]
 ) -> Counter[tuple[int, ...]]:
@@ -104,8 +132,8 @@ def sampled(
                 drawn = torch.multinomial(q, max(depth, 1), replacement=True, generator=generator).tolist()[:depth]
                 draft = Draft(tuple(drawn), drawn_from=(q,) * depth)
             places = [tuple(text + list(draft.tokens[:at])) for at in range(depth + 1)]
-            step = torch.stack([logits[place] for place in places])[None]
-            verify(step, [0], [draft], picker, partial(append, text))
+            row = PickedRow(picker, text)
+            verify(row, torch.stack([logits[place] for place in places]), draft, row.give)
             if len(text) >= 3:
                 break
         counts[tuple(text[:3])] += 1

@@ -23,7 +23,10 @@ def serve(
         "127.0.0.1"
     ),
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 8080,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="Answers that are worked on at a time.")] = 8,
+    rows: Annotated[
+        int | None,
+        typer.Option("--rows", min=1, help="Answers that are worked on at a time (8 to 64, by the processors)."),
+    ] = None,
     queue: Annotated[int, typer.Option("--queue", min=1, help="Requests that may wait; more get 429.")] = 256,
     memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help="For answers and kept prefixes: 4GiB.")] = (
         "4GiB"
@@ -37,13 +40,19 @@ def serve(
             "object store.",
         ),
     ] = None,
-    stall: Annotated[
-        float,
+    max_itl: Annotated[
+        float | None,
         typer.Option(
-            "--stall",
-            help="Tokens of others may come so many times later while a prompt is read. Larger reads it faster.",
+            "--max-itl",
+            metavar="MS",
+            help="Milliseconds between two tokens of an answer, at most, while other prompts are read (80). Larger "
+            "reads them faster.",
         ),
-    ] = 3.0,
+    ] = None,
+    stall: Annotated[
+        float | None,
+        typer.Option("--stall", help="The same as a multiple of the usual gap; with --max-itl the larger counts."),
+    ] = None,
     alias: Annotated[
         list[str] | None, typer.Option("--alias", metavar="NAME", help="Another name to ask by; `*` for any.")
     ] = None,
@@ -87,13 +96,13 @@ def serve(
     except ModuleNotFoundError as error:
         raise ImportError(f"the server needs {error.name}: pip install 'lmstate[serve]'") from None
     from lmstate.engine import Engine
-    from lmstate.engine.options import as_bytes
+    from lmstate.engine.options import as_bytes, default_rows
+    from lmstate.engine.pace import Pace
     from lmstate.engine.tiers import check_store
 
     with options.usage():
         memory_bytes = as_bytes(memory)  # before a model is loaded for nothing
-        if not stall > 1.0:
-            raise ValueError(f"--stall {stall} was asked for; it is above 1: times the usual gap between two tokens")
+        Pace.bounded(max_itl, stall)
     kv = options.kv_storage(kv_bits)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
@@ -117,10 +126,18 @@ def serve(
     loaded.on_part = None  # of many requests at a time nobody follows one
     drafter = options.load_drafter(draft, device)
     with Engine(
-        loaded, rows=rows, memory=memory_bytes, store=store, kv=kv, draft=drafter, queue=queue, stall=stall
+        loaded,
+        rows=rows or default_rows(loaded.device),
+        memory=memory_bytes,
+        store=store,
+        kv=kv,
+        draft=drafter,
+        queue=queue,
+        max_itl=max_itl,
+        stall=stall,
     ) as engine:
         server = make_server(engine, settings)
-        server.ready = lambda port: note(banner(settings, port, rows, loaded.config.max_positions))
+        server.ready = lambda port: note(banner(settings, port, engine.rows, loaded.config.max_positions))
         # What was loaded stays: a full collection that looks at it all holds up every stream for a fifth of a second.
         gc.collect()
         gc.freeze()

@@ -39,7 +39,7 @@ from lmstate.speculation import DraftChoice, DraftReport
 from lmstate.state import BlockPool, Snapshot, State
 from lmstate.state.kv.policies.base import Policy
 from lmstate.state.kv.policies.per_layer import policies_of
-from lmstate.state.validate import real_number, token_ids, whole_number
+from lmstate.state.validate import token_ids, whole_number
 from lmstate.text.replay import Replay
 from lmstate.threads import release_threads
 
@@ -61,7 +61,8 @@ class Engine:
     store   where prefixes and sessions are kept beside memory, and found after a restart: a folder, "redis://host",
             "s3://bucket/path" and what else obstore knows; a folder holds at most `store_bytes`
     queue   requests that may wait beside them; more raise `QueueFull`
-    stall   while a prompt is read, a token of another answer may come this many times later than it else would
+    max_itl  milliseconds between two tokens of an answer, at most, while other prompts are read
+    stall   the same as a multiple of the usual gap. With both, the larger is the bound; by default they are 80 and 3
     draft   who proposes tokens that the model verifies several at a step: "text" (the request's own text, and earlier
             answers), "heads" (the model's own, of one loaded with heads=True), a smaller model, a
             `lmstate.speculation.Drafter`, or None; "auto" is the text, and the heads where there are some. No answer
@@ -80,15 +81,17 @@ class Engine:
         kv: Any = None,
         draft: DraftChoice = "auto",
         queue: int = 256,
-        stall: float = 3.0,
+        max_itl: float | None = None,
+        stall: float | None = None,
     ) -> None:
         if isinstance(model, str | os.PathLike):
             raise ValueError(f"an Engine takes a model; lmstate.load({os.fspath(model)!r}) gives it")
         if not hasattr(model, "new_state"):
             raise ValueError(f"an Engine takes a model, which lmstate.load gives; {model!r:.80} was given")
-        rows, queue, stall = whole_number(rows, "rows"), whole_number(queue, "queue"), real_number(stall, "stall")
-        if rows < 1 or queue < 1 or not stall > 1.0:
-            raise ValueError(f"rows={rows}, queue={queue}, stall={stall} were asked for; the least are 1, 1, above 1.0")
+        rows, queue = whole_number(rows, "rows"), whole_number(queue, "queue")
+        if rows < 1 or queue < 1:
+            raise ValueError(f"rows={rows}, queue={queue} were asked for; both are at least 1")
+        pace = Pace.bounded(max_itl, stall)
         memory, store_bytes = as_bytes(memory), as_bytes(store_bytes)
         self._cost = RowCost.of(model, lambda rows, capacity: model.new_state(rows=rows, capacity=capacity, kv=kv))
         self._cost.refuse_too_little(memory)
@@ -104,7 +107,7 @@ class Engine:
         if store is not None:
             store.most_read = memory
         self._tier: Tier | None = store
-        self._queue, self._replay, pace = Queue(queue), Replay(), Pace(stall)
+        self._queue, self._replay = Queue(queue), Replay()
         self._delivery = Delivery()
         self._blocks = BlockPool()  # of all rows, and of what is kept
         self._reuse = PrefixReuse(model, self._new_state, memory, self._tier, pace, self._wake)
@@ -150,6 +153,7 @@ class Engine:
         priority: int = 0,
         deadline: float | None = None,
         session: str | Session | None = None,
+        itl: float | None = None,
         **changes: Any,
     ) -> Request:
         """Queue a request: a text, token ids, or chat messages. Returns at once.
@@ -159,6 +163,8 @@ class Engine:
         priority  larger ones first; one step is worth ten seconds of waiting
         deadline  seconds from now, after which it ends as it is
         session   a conversation, or its name, that the prompt goes on with: see `Session.send`
+        itl       milliseconds between two tokens of its answers, at most, while other prompts are read; None: as the
+                  engine's. Smaller ones make others wait longer for their first token
 
         `Request.end_thinking` ends a thinking section at any moment, as `max_thinking_tokens` does.
 
@@ -168,7 +174,7 @@ class Engine:
         """
         params = sampling_params(params, changes)
         params.check(self.model)
-        terms = Terms(params, priority, deadline)
+        terms = Terms(params, priority, deadline, itl)
         if session is None:
             messages = [dict(message) for message in prompt] if are_messages(prompt) else []  # the list is the caller's
             return self._queued(self._encoded(prompt), terms, messages, None)

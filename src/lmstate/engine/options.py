@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from lmstate.generation.params import check_token
 from lmstate.generation.prompts import as_token_lists
 from lmstate.state.validate import whole_number
+from lmstate.threads import available
 
 if TYPE_CHECKING:
+    import torch
+
     from lmstate.models.model import Model
     from lmstate.text.replay import Replay
 
@@ -53,6 +56,14 @@ def check_length(model: Model, ids: Sequence[int]) -> None:
     most = model.max_positions
     if most is not None and len(ids) > most:
         raise ValueError(f"the prompt has {len(ids)} tokens; the model has learned {most} positions: shorten it")
+
+
+def default_rows(device: torch.device) -> int:
+    """Number of sequences that a server works on at a time: 8 to 32 on processors, by how many, and 64 elsewhere.
+
+    More rows than that share the weights' reading with little gain, and each adds to the time of a step.
+    """
+    return min(max(8, 2 * available()), 32) if device.type == "cpu" else 64
 
 
 def as_bytes(size: int | str) -> int:

@@ -79,6 +79,7 @@ class Scheduler:
         self._spare = -1.0  # bytes that they may have grown by since, beside having doubled; below 0: look again
         self._pace, self._reuse, self._drafting, self._ended = pace, reuse, drafting, ended
         self._delivery = delivery
+        self._spent = 0.0  # seconds of this step that went to prompts
 
     def step(self) -> bool:
         """One step of everything. Whether anything could be done."""
@@ -200,6 +201,18 @@ class Scheduler:
     # ---- prompts
 
     def _read(self) -> None:
+        """Read parts of prompts: one where nobody decodes, else as many as the bounds on gaps leave time for."""
+        begin = perf_counter()
+        self._spent, going = 0.0, True
+        while going:
+            computed = self.counts["computed_tokens"]
+            self._read_part()
+            self._spent = perf_counter() - begin
+            itls = self._itls()
+            read = self.counts["computed_tokens"] > computed
+            going = read and bool(itls) and self._pace.leaves_time(itls, self._spent)
+
+    def _read_part(self) -> None:
         """Read a part of a prompt: of the request whose turn it is, as in the queue.
 
         An answer begins once its prompt is read. Where nobody decodes yet it may wait for prompts that came with it:
@@ -227,7 +240,7 @@ class Scheduler:
     def _read_chunk(self, job: Job) -> None:
         assert job.state is not None
         start, echo, left = job.at, job.params.prompt_logprobs, job.left()
-        count = self._pace.chunk(len(self.pool) > 0, start, left)
+        count = self._chunk(start, left)
         # The head may be a third of the weights: a small chunk that nothing begins after does without.
         wanted: Logits = "last" if count == left else "none"
         if echo is not None:
@@ -246,6 +259,15 @@ class Scheduler:
                 return
         if count == left:
             self._keep(job.state.snapshot(0))
+
+    def _itls(self) -> set[float | None]:
+        """Bounds on the gaps of the rows that decode, in seconds; None for the engine's."""
+        return {self._jobs[choice].itl for choice in self.pool.owners}
+
+    def _chunk(self, at: int, left: int) -> int:
+        """Number of tokens of a text to read now, within the bounds on the gaps of the rows that decode."""
+        itls = self._itls()
+        return self._pace.chunk(bool(itls), at, left, itls, self._spent)
 
     def _read_ids(self, ids: list[int], state: State, at: int, logits: Logits) -> Tensor | None:
         """Have a state of one row read these, which begin at a position: nobody goes back into them."""
@@ -402,7 +424,7 @@ class Scheduler:
         """Read a part of the text of an answer that had a row. The whole of it: then it has one again."""
         assert work.state is not None
         if work.at < len(work.text):
-            count = self._pace.chunk(len(self.pool) > 0, work.at, len(work.text) - work.at)
+            count = self._chunk(work.at, len(work.text) - work.at)
             self._read_ids(work.text[work.at : work.at + count], work.state, work.at, "none")
             work.at += count
         if work.at == len(work.text) and len(self.pool) < self.rows:

@@ -157,7 +157,7 @@ class Service:
         try:
             request = self.engine.submit(
                 prompt,
-                replace(params, max_new_tokens=wanted, min_tokens=min(least, wanted)),
+                params=replace(params, max_new_tokens=wanted, min_tokens=min(least, wanted)),
                 priority=priority,
                 deadline=self.settings.request_timeout,
                 session=session,
