@@ -22,7 +22,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -99,31 +99,39 @@ async def measure(ask: Ask, clients: int, each: int, begin_at: int) -> Times:
 
 
 def over_http(url: str, model: str) -> Ask:
-    """Plain sockets: a client's library would take more of the processor than a server does."""
-    where = urlsplit(url)
+    """Chat completions of a server."""
 
-    async def ask(conversation: list[dict[str, str]], tokens: int) -> AsyncIterator[int]:
-        body = {"model": model, "messages": conversation, "max_tokens": tokens, "stream": True}
-        body |= {"temperature": 0, "ignore_eos": True}
-        content = json.dumps(body).encode()
-        head = (
-            f"POST {where.path}/chat/completions HTTP/1.1\r\nHost: {where.netloc}\r\nConnection: close\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-        )
-        reader, writer = await asyncio.open_connection(where.hostname, where.port)
-        try:
-            writer.write(head.encode() + content)
-            if b" 200 " not in (status := await reader.readline()):
-                raise RuntimeError(f"{url} answered {status.decode().strip()}: {(await reader.read(2000)).decode()}")
-            rest = b""
-            while piece := await reader.read(2**16):
-                *lines, rest = (rest + piece).split(b"\n")
-                if count := sum(b'"content":"' in line and b'"content":""' not in line for line in lines):
-                    yield count
-        finally:
-            writer.close()
+    def ask(conversation: list[dict[str, str]], tokens: int) -> AsyncIterator[int]:
+        body = {"model": model, "messages": conversation, "max_tokens": tokens}
+        return streamed(f"{url}/chat/completions", body, "content")
 
     return ask
+
+
+async def streamed(url: str, body: dict[str, Any], key: str) -> AsyncIterator[int]:
+    """Number of events that came at once with a text under `key`. Greedy, and past the end of the sequence.
+
+    Plain sockets: a client's library would take more of the processor than a server does.
+    """
+    where = urlsplit(url)
+    content = json.dumps({**body, "stream": True, "temperature": 0, "ignore_eos": True}).encode()
+    head = (
+        f"POST {where.path} HTTP/1.1\r\nHost: {where.netloc}\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
+    with_text, empty = (re.compile(rf'"{key}": ?"{end}'.encode()) for end in ("", '"'))
+    reader, writer = await asyncio.open_connection(where.hostname, where.port)
+    try:
+        writer.write(head.encode() + content)
+        if b" 200 " not in (status := await reader.readline()):
+            raise RuntimeError(f"{url} answered {status.decode().strip()}: {(await reader.read(2000)).decode()}")
+        rest = b""
+        while piece := await reader.read(2**16):
+            *lines, rest = (rest + piece).split(b"\n")
+            if count := sum(bool(with_text.search(line)) and not empty.search(line) for line in lines):
+                yield count
+    finally:
+        writer.close()
 
 
 class Completions:
@@ -184,11 +192,12 @@ def free_port() -> int:
 
 
 @contextmanager
-def served(model: str, threads: int | None, rows: int, draft: str) -> Iterator[str]:
+def served(model: str, threads: int | None, rows: int, draft: str, more: Sequence[str] = ()) -> Iterator[str]:
+    """`lmstate serve`, with `more` arguments."""
     port = free_port()
     main = [sys.executable, "-c", "from lmstate.cli import main; main()"]
     command = [*main, "serve", model, "--port", str(port), "--rows", str(rows), "--alias", "*", "--draft", draft]
-    command += [] if threads is None else ["--threads", str(threads)]
+    command += [*([] if threads is None else ["--threads", str(threads)]), *more]
     with process(command, f"http://127.0.0.1:{port}/v1", f"http://127.0.0.1:{port}/health") as url:
         yield url
 
