@@ -1,9 +1,9 @@
 """One engine in a process of its own: it loads SmolLM2 once, then times what it is asked for, a line of JSON each.
 
-`python worker.py ENGINE GGUF` with ENGINE one of lmstate:int4, lmstate:int8, lmstate:bfloat16, lmstate:float32,
-transformers:bfloat16, transformers:float32, llama.cpp. Reads {"case": ..., "at": ..., "tokens": ..., "rows": ...} a
-line and answers {"seconds": ..., "peak": bytes}. It imports nothing of lmstate unless that is the engine, so that a
-peer may live in another environment.
+`python worker.py ENGINE GGUF` with ENGINE one of lmstate:int4, lmstate:int4/8, lmstate:int8, lmstate:bfloat16,
+lmstate:float32, transformers:bfloat16, transformers:float32, llama.cpp. Reads a line of {"case": ..., "at": ...,
+"tokens": ..., "rows": ...} and answers {"seconds": ..., "peak": bytes}. It imports nothing of lmstate unless that is
+the engine, so that a peer may live in another environment.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class Ours:
     def __init__(self, weights: str, path: str) -> None:
         import lmstate
 
-        self.model = lmstate.load(path, weights="auto" if weights == "int4" else weights)
+        kind, _, bits = weights.partition("/")  # "int4/8": of its activations
+        self.model = lmstate.load(
+            path, weights="auto" if kind == "int4" else kind, activations=int(bits) if bits else "auto"
+        )
         self.version = lmstate.__version__
         self.reads = 0
 
