@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -194,6 +197,72 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with saved(theirs("gpt_neox")) as folder, pytest.raises(ModelError, match="has not"):
         lmstate.load(folder, adapter=tmp_path)
+
+
+def peft_key(patterns: dict[str, float], module: str) -> str | None:
+    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), None)
+
+
+def check_like_weights(case: str, out: Path, ending: str, named: Callable[[str], str] = str, **config: Any) -> None:
+    """An adapter in PEFT's format of all modules that a pattern matches is as its updates in the weights."""
+    model, ids, tensors = theirs(case), text(20), {}
+    config = {"peft_type": "LORA", "bias": "none", "r": 4, "lora_alpha": 8, "target_modules": ending, **config}
+    ranks, alphas = config.get("rank_pattern", {}), config.get("alpha_pattern", {})
+    draw = torch.Generator().manual_seed(7)
+    with saved(model) as folder, torch.no_grad():
+        for module, part in model.named_modules():
+            if isinstance(part, torch.nn.Linear) and re.fullmatch(rf"(.*\.)?({ending})", module):
+                rank, alpha = ranks.get(peft_key(ranks, module), 4), alphas.get(peft_key(alphas, module), 8)
+                down, up = (
+                    0.2 * torch.randn(*shape, generator=draw)
+                    for shape in ((rank, part.in_features), (part.out_features, rank))
+                )
+                key = f"base_model.model.{named(module)}.lora"
+                tensors |= {f"{key}_A.weight": down, f"{key}_B.weight": up}
+                part.weight += alpha / rank * up @ down
+        assert tensors
+        save_tensors(out / "adapter_model.safetensors", tensors)
+        (out / "adapter_config.json").write_text(json.dumps(config))
+        adapted = lmstate.load(folder, weights="float32", adapter=out)
+        torch.testing.assert_close(adapted(ids), model(ids).logits, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("what", ["rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize(
+    "pattern", ["^model.layers.0.self_attn.q_proj", r"layers\.(0|2)\.self_attn\.[qk]_proj", "q_proj"]
+)
+def test_patterns_are_matched_as_peft_matches_them(what: str, pattern: str, tmp_path: Path) -> None:
+    patterns = {pattern: 2 if what == "rank_pattern" else 32, ".*_proj": 3}
+    check_like_weights("llama", tmp_path, "[qko]_proj", **{what: patterns})
+
+
+@pytest.mark.parametrize("case", ["qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("names", ["model.language_model.", "model.", "language_model.model."])
+def test_names_of_wrappers_and_of_their_text_models_are_one(case: str, names: str, tmp_path: Path) -> None:
+    check_like_weights(
+        case, tmp_path, r"model\.language_model\..*[qo]_proj", lambda name: name.replace("model.language_model.", names)
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "ending"),
+    [
+        ("qwen3_5", "in_proj_[abz]|in_proj_qkv"), ("qwen3_next-dense", "in_proj_ba"), ("olmo_hybrid", "[ab]_proj"),
+        ("deepseek_v3", "kv_b_proj|o_proj"), ("qwen2_moe", "shared_expert_gate|q_proj"),
+    ],
+)  # fmt: skip
+def test_gates_and_matrices_that_are_split_take_updates(case: str, ending: str, tmp_path: Path) -> None:
+    check_like_weights(case, tmp_path, ending)
+
+
+@pytest.mark.parametrize("case", ["mamba", "mamba2", "falcon_h1", "nemotron_h", "qwen2_vl", "jamba"])
+def test_peft_reads_what_is_saved(case: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    reference, ids = theirs(case), text(20)
+    with saved(reference) as folder, torch.no_grad():
+        given = adapted(folder, tmp_path)(ids)
+        other = peft.PeftModel.from_pretrained(reference, tmp_path)
+        torch.testing.assert_close(other(ids).logits, given, atol=1e-3, rtol=1e-3)
 
 
 def test_damaged_files_of_an_adapter_are_refused(tmp_path: Path) -> None:

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmstate.checkpoints.loader import WeightLoader
-from lmstate.checkpoints.source import Source
+from lmstate.checkpoints.loader import Make, Numbers, Part, WeightLoader
+from lmstate.checkpoints.source import Source, floats
 from lmstate.checkpoints.text_model import TextModelSource
 from lmstate.errors import ModelError, StateError
 from lmstate.models.fingerprint import weights_in
 from lmstate.models.model import Model
 from lmstate.ops.types.weight import Weight
 from lmstate.ops.weights.bfloat12 import Bfloat12Weight
-from lmstate.ops.weights.grouped import quantize
+from lmstate.ops.weights.grouped import FloatWeight, quantize
 from lmstate.ops.weights.lora import LoraWeight, LowRank
-from lmstate.training.lora import Adapter, LoraConfig
+from lmstate.training.lora import ALL, PEFT_REFUSES, Adapter, LoraConfig, module_key
 from lmstate.training.model import ParameterModel, adopt
 
 EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -40,6 +40,8 @@ class AdaptedWeights(WeightLoader):
         if not isinstance(plain, AdaptedWeights):
             self._bases: dict[str, Weight] = {}
         self.modules: dict[str, tuple[int, int]] = {}
+        self.small: set[str] = set()
+        """Modules that no product of its own belongs to: updates are added to their matrices when they are loaded."""
         self.experts: set[str] = set()
         self.places: dict[str, tuple[str, int, Tensor | None]] = {}
         """The shape of each module that an adapter can update; the matrix that it is a part of, its first output
@@ -56,6 +58,38 @@ class AdaptedWeights(WeightLoader):
         if order is not None:
             norms = norms[order.argsort()]
         return norms[first : first + self.modules[module][0]].clone()
+
+    def tensor(self, name: str, shape: tuple[int, ...] | None = None, optional: bool = False) -> Tensor | None:  # type: ignore[override]
+        whole = super().tensor(name, shape, optional)  # type: ignore[call-overload]
+        if whole is None or whole.ndim != 2:
+            return whole
+        return self._updated(name, whole)
+
+    def derived(self, label: str, *names: str, make: Make, shape: tuple[int, int], stored: str | None = None) -> Weight:
+        def updated(*tensors: Numbers) -> Numbers:
+            return make(*map(self._updated, names, map(floats, tensors)))
+
+        if label in self._made or not any(self._updates(name) for name in names if len(self.shape(name)) == 2):
+            return super().derived(label, *names, make=make, shape=shape, stored=stored)
+        self._asked.update(names)
+        part = Part(names, stored or self.source.stored(names[0]), updated)
+        weight, _ = self._convert([part], self._storage([part]), None)
+        self._expect(label, weight.shape, shape)
+        self._made[label] = self._for_decoding(weight)
+        return self._made[label]
+
+    def _updates(self, name: str) -> list[LowRank]:
+        """The update of a matrix that is loaded whole, if there is one."""
+        module, (height, width) = module_name(self.source, name), self.shape(name)
+        self.small.add(module)
+        rows = [None if each is None else each.update(module, 0, (height, width)) for each in self._selection]
+        if any(rows) and len({id(each) for each in self._selection}) > 1:
+            raise ModelError(f"{module} has an update by one adapter of several: choose one adapter for all rows")
+        return [each for each in rows[:1] if each is not None]
+
+    def _updated(self, name: str, matrix: Tensor) -> Tensor:
+        updates = self._updates(name) if matrix.ndim == 2 else []
+        return LoraWeight(FloatWeight(matrix.float()), [tuple(updates)]).merged() if updates else matrix
 
     def _matrix(self, label: str, parts: list[Any], order: Tensor | None = None) -> Weight:
         if label not in self._bases:
@@ -92,9 +126,13 @@ class AdaptedWeights(WeightLoader):
 
 
 def module_name(source: Source, name: str) -> str:
-    """The module of a matrix, as transformers and PEFT name it."""
+    """The module of a matrix, as transformers and PEFT name it, whatever the checkpoint calls it."""
+    kind = source.config.get("model_type")
     while isinstance(source, TextModelSource):
-        name, source = source.outer_name(name), source.whole
+        inner = "text_model" if "text_model." in source.outer_name(name) else "language_model"
+        name, source = name.replace("model.", f"model.{inner}.", 1), source.whole
+    if kind == "nemotron_h":
+        name = name.replace("backbone.", "model.", 1)
     return name.removesuffix(".weight")
 
 
@@ -106,7 +144,10 @@ def build_adapted(weights: AdaptedWeights, selection: Selection) -> Model:
     if any(isinstance(weight, LoraWeight) for weight in (model.embed, model.head)):
         raise ModelError("the adapter updates the embedding or the head, which lmstate does not run")
     for adapter in selection:
-        if adapter is not None and (missing := sorted(set(adapter.pairs) - set(weights.modules))):
+        if adapter is None:
+            continue
+        known = {module_key(module) for module in (*weights.modules, *weights.small)}
+        if missing := sorted(name for key, name in adapter.names.items() if key not in known):
             raise ModelError(
                 f"the adapter updates {missing[0][:80]!r}"
                 + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
@@ -164,9 +205,17 @@ class LoraModel(ParameterModel):
         plain = AdaptedWeights(weights, [None])
         model = build_adapted(plain, [None])
         outside = {id(weight) for _, weight in weights_in((model.embed, model.head, model.entry, model.exit))}
+        refused = PEFT_REFUSES.get(model.config.family, ()) if config.targets == ALL else ()
         self.modules = {
-            module: shape for module, shape in plain.modules.items() if id(plain.base(module)) not in outside
-        }  # fmt: skip
+            module: shape
+            for module, shape in plain.modules.items()
+            if id(plain.base(module)) not in outside and module.rpartition(".")[2] not in refused
+        }
+        small = {module_key(module) for module in plain.small}
+        if adapter is not None and (fixed := [name for key, name in adapter.names.items() if key in small]):
+            raise ModelError(
+                f"the adapter updates {fixed[0][:80]!r}, which lmstate runs with an adapter but does not train"
+            )
         self._experts = plain.experts
         self.adapter = Adapter.fresh(config, self.modules, plain.norms) if adapter is None else adapter
         self.adapter.to(weights.device)

@@ -8,9 +8,13 @@ from __future__ import annotations
 import math
 import os
 import re
+import re._constants as regex
+import re._parser as regex_parser
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +31,14 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Prefix of module names in PEFT's files."""
 ALL = "all-linear"
+MOST_PATTERN = 500
+REPEATS = (regex.MAX_REPEAT, regex.MIN_REPEAT, regex.POSSESSIVE_REPEAT)
+AROUND = re.compile(r"^(?:(?:model|language_model|text_model|backbone|transformer|gpt_neox)\.)+")
+# PEFT refuses updates of `out_proj` in these models, and their forward reads the weight of `dt_proj` past its update.
+PEFT_REFUSES = {
+    "falcon_h1": ("out_proj",), "mamba2": ("out_proj",), "nemotron_h": ("out_proj",),
+    "mamba": ("out_proj", "dt_proj"), "falcon_mamba": ("out_proj", "dt_proj"), "jamba": ("dt_proj",),
+}  # fmt: skip
 MOST_RANK = 2**16
 MOST_ALPHA = 1e9
 # What a PEFT config may ask for that changes the arithmetic, and that lmstate does not do.
@@ -42,7 +54,8 @@ class LoraConfig:
 
     `targets`: the last words of their modules' names (`"q_proj"`), or `"all-linear"`: every projection of the blocks.
     An update is multiplied by `alpha / rank`, or `alpha / sqrt(rank)` if `rslora` (2312.03732). `dora`: magnitudes of
-    outputs are trained apart from directions. `ranks` and `alphas`: those of some modules, by the end of their names.
+    outputs are trained apart from directions. `ranks` and `alphas`: those of some modules, by names or regular
+    expressions that the end of a module's name matches, of which the first counts, as in PEFT.
     """
 
     rank: int = 8
@@ -63,15 +76,18 @@ class LoraConfig:
         if isinstance(self.targets, str) and self.targets != ALL:
             raise ModelError(f"targets={self.targets!r:.80} was asked for; give a list of module names, or {ALL!r}")
 
+        for pattern in (*self.ranks, *self.alphas):
+            _check_pattern(pattern)
+
     def matches(self, module: str) -> bool:
         return self.targets == ALL or _ending(module, self.targets) is not None
 
     def rank_of(self, module: str) -> int:
-        key = _ending(module, self.ranks)
+        key = _matching(module, self.ranks)
         return self.rank if key is None else self.ranks[key]
 
     def scale_of(self, module: str, rank: int) -> float:
-        key = _ending(module, self.alphas)
+        key = _matching(module, self.alphas)
         alpha = self.alpha if key is None else self.alphas[key]
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
@@ -79,6 +95,36 @@ class LoraConfig:
 def _ending(module: str, names: Iterable[str]) -> str | None:
     """The name that a module has, or ends with."""
     return next((name for name in names if module == name or module.endswith(f".{name}")), None)
+
+
+def _matching(module: str, patterns: Iterable[str]) -> str | None:
+    """The first pattern that PEFT takes for a module."""
+    return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", module)), None)
+
+
+def _check_pattern(pattern: str) -> None:
+    """Raise `ModelError` for what is no regular expression, or one that may match forever."""
+    try:
+        parsed = regex_parser.parse(pattern) if len(pattern) <= MOST_PATTERN else None
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ModelError(f"the pattern {pattern!r:.80} is no regular expression: {error}") from None
+    if parsed is None or _loops(parsed) > 1:
+        raise ModelError(
+            f"the pattern {pattern!r:.80} is too long, or repeats a repetition without end; write it without"
+        )
+
+
+def _loops(parsed: Any) -> int:
+    """How deep repetitions without a small limit are nested in a parsed regular expression."""
+    if isinstance(parsed, tuple) and len(parsed) == 2 and parsed[0] in REPEATS:
+        _, most, body = parsed[1]
+        return _loops(body) + (most > 1)
+    return max(map(_loops, parsed), default=0) if isinstance(parsed, tuple | list | regex_parser.SubPattern) else 0
+
+
+def module_key(module: str) -> str:
+    """Name of a module apart from the models around it, which checkpoints and versions of transformers name apart."""
+    return AROUND.sub("", module)
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +210,8 @@ class Adapter:
         # The last words of names where these say it: of experts, PEFT would take them for what they have in common.
         ends = {module.rpartition(".")[2] for module in self.pairs}
         others = {module.rpartition(".")[2] for module in set(modules) - set(self.pairs)}
-        short = not ends & others
+        wrapped = any("language_model." in module or "text_model." in module for module in self.pairs)
+        short = not wrapped and not ends & others  # beside a text model, others have modules of the same names
         config = {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
             "r": self.config.rank, "lora_alpha": self.config.alpha, "lora_dropout": 0.0, "bias": "none",
@@ -173,6 +220,15 @@ class Adapter:
             "fan_in_fan_out": False, "use_dora": self.config.dora, "modules_to_save": None, "init_lora_weights": True,
         }  # fmt: skip
         write_json(path / CONFIG, config)
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """Names of its modules by their keys. Raises `ModelError` if two are of one module."""
+        names: dict[str, str] = {}
+        for name in self.pairs:
+            if (other := names.setdefault(module_key(name), name)) != name:
+                raise ModelError(f"the adapter updates {other[:80]!r} and {name[:80]!r}, which are one module")
+        return names
 
     def parts(self) -> Iterator[tuple[str, FloatWeight | Magnitude]]:
         """A, B and magnitudes of each module under their names in a file."""
@@ -188,16 +244,17 @@ class Adapter:
 
     def update(self, module: str, first: int, shape: tuple[int, int]) -> LowRank | None:
         """Update of a module of a shape `[N, K]`, which lies from output `first` on; None if it has none."""
-        if module not in self.pairs:
+        name = self.names.get(module_key(module))
+        if name is None:
             return None
-        down, up = self.pairs[module]
+        down, up = self.pairs[name]
         if (up.out_features, down.in_features) != shape:
             raise ModelError(
                 f"the adapter is of another model: its update of {module} is [{up.out_features}, {down.in_features}], "
                 f"and the matrix is {list(shape)}"
             )
-        scale = self.config.scale_of(module, down.out_features)
-        return LowRank(first, down, up, scale, self.magnitudes.get(module))
+        scale = self.config.scale_of(name, down.out_features)
+        return LowRank(first, down, up, scale, self.magnitudes.get(name))
 
     def to(self, device: torch.device) -> None:
         """Move its tensors to where the model is."""
@@ -221,9 +278,6 @@ def _read_config(path: Path) -> LoraConfig:
             "PEFT's save_pretrained(path_initial_model_for_weight_conversion=...), which makes a plain LoRA of it"
         )
     ranks, alphas = (fields.fields(name, Config({}, name)) or Config({}, name) for name in _PATTERNS)
-    for key in (*ranks, *alphas):
-        if not re.fullmatch(r"[\w.]+", key):
-            raise ModelError(f"{path}: the pattern {key[:80]!r} is none that lmstate follows; it takes module names")
     return LoraConfig(
         fields.int("r", low=1, high=MOST_RANK),
         fields.float("lora_alpha", low=0.0, high=MOST_ALPHA),
