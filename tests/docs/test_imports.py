@@ -27,7 +27,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "lmstate.ops": [
         {"fork", "memory", "processor", "ragged"},
         {"types"},
-        {"cpu"},
+        {"cpu", "cuda"},
         {"dispatch"},
         {"weights"},
         {"dense"},

@@ -23,6 +23,7 @@ def doctor() -> None:
     import torch
 
     from lmstate import __version__
+    from lmstate.ops.cuda.device import reason
     from lmstate.ops.dispatch import info
 
     rows = [
@@ -32,6 +33,7 @@ def doctor() -> None:
         ("processor", f"{_processor()}, {torch.get_num_threads()} of {os.cpu_count()} threads"),
         ("instructions", torch.backends.cpu.get_cpu_capability()),
         ("gpu", torch.cuda.get_device_name() if torch.cuda.is_available() else "none that torch can use"),
+        ("gpu operations", reason(0) if reason(0) else "Triton; LMSTATE_OPS=reference forces the references"),
     ]
     table("lmstate doctor", ("", ""), rows)
     print()

@@ -122,6 +122,28 @@ def native(*tensors: Stored | None) -> Library | None:
     return choice().library
 
 
+def gpu(*tensors: Stored | None) -> bool:
+    """Whether the Triton bodies of `ops.cuda` take these tensors: on a GPU that runs them, with no gradient to follow,
+    not traced. `LMSTATE_OPS=reference` forces the references there too."""
+    first = next((tensor for tensor in tensors if tensor is not None), None)
+    if first is None or first.is_cpu or first.device.type != "cuda":
+        return False
+    if torch.compiler.is_compiling() or _referring.get() or is_forced():
+        return False
+    follow = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is not None and (tensor.is_cpu or (follow and tensor.requires_grad)):
+            return False
+    from lmstate.ops.cuda.device import usable
+
+    return usable(first.device.index or 0)
+
+
+def is_forced() -> bool:
+    """Whether the environment asks for the references."""
+    return os.environ.get(VARIABLE, "").strip().lower() == "reference"
+
+
 def is_intercepted() -> bool:
     """Whether torch traces, transforms or intercepts operations (`jit.trace`, `func.vmap`, forward derivatives,
     dispatch modes) and would miss a native one. Asked where others' models come in; there is no public way to ask."""

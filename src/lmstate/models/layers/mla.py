@@ -113,7 +113,7 @@ class MultiHeadLatentAttention:
 
         Never where a native body runs: what a token gives must not depend on how many come with it.
         """
-        if ops.dispatch.native(self.key_up) is not None:
+        if ops.dispatch.native(self.key_up) is not None or ops.dispatch.gpu(self.key_up):
             return False
         _, nope, latent = self.key_up.shape
         value = self.value_up.shape[2]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from lmstate.ops import dispatch
 from lmstate.ops.attention.kv_store import append
 from lmstate.ops.attention.rope import rope
+from lmstate.ops.cuda import attention as cuda
 from lmstate.ops.types.block_table import BLOCK_TOKENS, BlockTable, Stored, dense
 from lmstate.ops.types.params import FULL_CAUSAL, AttentionParams, CausalMask, RopeTables
 from lmstate.ops.types.slab_table import SlabTable
@@ -61,6 +62,8 @@ def attend(
             some = (counts - first).clamp(0, MOST)
             blocks.append(library.attention.attend(block, k, v, starts + first, some, params, mask))
         return torch.cat(blocks, dim=1)
+    if dispatch.gpu(q, k, v, params.sinks) and cuda.can_read(k, v):
+        return cuda.attend(q, cast(SlabTable, k), cast(SlabTable, v), starts, counts, params, mask)
     return attend_reference(q, k, v, starts, counts, params, mask)
 
 

@@ -9,6 +9,7 @@ W_h into the query and U_h into the output, and every head attends to the same [
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from lmstate.ops import dispatch
 from lmstate.ops.attention.attend import AT_ONCE, FEW, padded_view, rows_together
 from lmstate.ops.attention.attend_slots import attend_slots
+from lmstate.ops.cuda import attention as cuda
 from lmstate.ops.types.block_table import BLOCK_TOKENS, BlockTable, Stored
 from lmstate.ops.types.params import AttentionParams, AttentionSums, CausalMask
 from lmstate.ops.types.slab_table import SlabTable
@@ -72,6 +74,9 @@ def attend_latent(
                 )
             )
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
+    if columns is None and dispatch.gpu(q_latent, q_rope, latent, rope_key) and cuda.can_read_latents(latent, rope_key):
+        slabs, rope_slabs = cast(SlabTable, latent), cast(SlabTable, rope_key)
+        return cuda.attend_latent(q_latent, q_rope, slabs, rope_slabs, starts, counts, scale, window)
     if columns is not None:
         assert isinstance(latent, Tensor) and isinstance(rope_key, Tensor)
         q, k = torch.cat([q_latent, q_rope], dim=-1), torch.cat([latent, rope_key], dim=-1)[:, None]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
+from lmstate.ops.cuda import attention as cuda
 from lmstate.ops.types.block_table import BlockTable, Stored
+from lmstate.ops.types.slab_table import SlabTable
 
 
 def append(k_new: Tensor, v_new: Tensor, k: Stored, v: Stored, starts: Tensor, counts: Tensor) -> None:
@@ -18,6 +22,9 @@ def append(k_new: Tensor, v_new: Tensor, k: Stored, v: Stored, starts: Tensor, c
     library = dispatch.native(k_new, v_new, k, v)
     if library is not None and library.attention.can_append(k_new, v_new, k, v):
         library.attention.append(k_new, v_new, k, v, starts, counts)
+    elif dispatch.gpu(k_new, v_new, k, v) and cuda.can_read(k, v):
+        cuda.append(k_new, cast(SlabTable, k), starts, counts)
+        cuda.append(v_new, cast(SlabTable, v), starts, counts)
     else:
         append_reference(k_new, v_new, k, v, starts, counts)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
+from lmstate.ops.cuda import attention as cuda
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -14,6 +15,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
     x: `[R, T, H, D]`. cos, sin: float32 `[R, T, rot / 2]` with rot <= D; the features beyond `rot` pass unchanged.
     A pair is features (i, i + rot / 2), or (2i, 2i + 1) where `interleaved`.
     """
+    if x.dtype == torch.float32 and dispatch.gpu(x):
+        return cuda.rope(x, cos, sin, interleaved)
     library = dispatch.native(x)
     if library is None or x.dtype != torch.float32:
         return rope_reference(x, cos, sin, interleaved)

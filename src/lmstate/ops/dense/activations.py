@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from lmstate.ops import dispatch
 from lmstate.ops.cpu.abi import GATES
+from lmstate.ops.cuda import dense as cuda
 
 
 def in_double(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -47,6 +48,8 @@ def swigluoai(gate: Tensor, up: Tensor) -> Tensor:
 
 def glu(x: Tensor, act: str) -> Tensor:
     """act(gate) * up, or `swigluoai(gate, up)`, where `x` `[..., 2K]` is gate | up; float32 `[..., K]`."""
+    if act in cuda.GATES and x.dtype == torch.float32 and dispatch.gpu(x):
+        return cuda.glu(x, act)
     library = dispatch.native(x)
     if library is None or act not in GATES or x.dtype != torch.float32:
         return glu_reference(x, act)

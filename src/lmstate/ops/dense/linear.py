@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from lmstate.ops import dispatch
 from lmstate.ops.cpu.abi import GATES
+from lmstate.ops.cuda import dense as cuda
 from lmstate.ops.dense.activations import glu, glu_reference
 from lmstate.ops.dense.gemm import gemm
 from lmstate.ops.dense.norm import add_residual, norm_reference
@@ -61,6 +62,11 @@ def linear(
         if gate is not None and gate not in GATES:
             x, gate = glu(x, gate), None
         return library.dense.linear(x, weight, bias, norm, GATES[gate] if gate else 0, residual)
+    if x.dtype == torch.float32 and cuda.can_multiply(weight) and dispatch.gpu(x, weight.storage, bias, stream):
+        x = _entered(x, norm, gate)
+        if residual is not None and residual.norm is not None:
+            return add_residual(residual, cuda.linear(x, weight, bias, None))
+        return cuda.linear(x, weight, bias, residual)
     if dispatch.exact(x, weight.storage, stream):
         return linear_reference(x, weight, bias, norm=norm, gate=gate, residual=residual)
     return gemm(x, weight, bias, norm=norm, gate=gate, residual=residual)

@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
+from lmstate.ops.cuda import dense as cuda
 from lmstate.ops.types.params import Norm, Residual
 
 
 def norm(x: Tensor, norm: Norm) -> Tensor:
     """Normalize `x` `[..., E]` over its last axis; float32 `[..., E]`."""
+    if norm.simple and x.dtype == torch.float32 and x.shape[-1] <= cuda.WIDEST_NORM and dispatch.gpu(x, norm.weight):
+        return cuda.rms_norm(x, norm.weight, norm.eps)
     library = dispatch.native(x, norm.weight)
     if library is None or not norm.simple or x.dtype != torch.float32:
         return norm_reference(x, norm)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from lmstate.ops import dispatch
 from lmstate.ops.cpu.recurrent import all_float32
+from lmstate.ops.cuda import recurrent as cuda
 from lmstate.ops.ragged import blank, padding
 
 Activation = Literal["silu"]
@@ -51,6 +52,8 @@ def causal_conv(
     library = dispatch.native(x, tail, weight, bias)
     if library is not None and all_float32(x, tail, weight, bias):
         return library.recurrent.causal_conv(x, tail, weight, bias, counts, activation == "silu")
+    if kernel > 1 and dispatch.gpu(x, tail, weight, bias) and all_float32(x, tail, weight, bias):
+        return cuda.causal_conv(x, tail, weight, bias, counts, activation == "silu")
     mask = padding(counts, x)
     joined = torch.cat([tail.to(x.dtype), blank(x, mask)], 1)  # [R, C-1+T, F]
     body = convolve_windows if width <= WINDOW_UP_TO else convolve_shifts

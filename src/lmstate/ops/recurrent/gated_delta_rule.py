@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from lmstate.ops import dispatch
 from lmstate.ops.cpu.recurrent import all_float32
+from lmstate.ops.cuda import recurrent as cuda
 from lmstate.ops.ragged import blank, carry_dtype, padding
 
 RECURRENT_UP_TO = 3
@@ -69,6 +70,8 @@ def gated_delta_rule(
     library = dispatch.native(q, k, v, g, beta, carry)
     if library is not None and all_float32(q, k, v, g, beta, carry):
         return library.recurrent.gated_delta_rule(q, k, v, g, beta, carry, counts, scale, normalize)
+    if dispatch.gpu(q, k, v, g, beta, carry) and all_float32(q, k, v, g, beta, carry) and k.shape[3] <= cuda.WIDEST_KEY:
+        return cuda.gated_delta_rule(q, k, v, g, beta, carry, counts, scale, normalize)
     mask = padding(counts, v)
     q, k, v, g, beta = (blank(x.to(dtype), mask) for x in (q, k, v, g, beta))
     body = recurrent if width <= RECURRENT_UP_TO else chunked

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from lmstate.ops import dispatch
 from lmstate.ops.cpu.recurrent import all_float32
+from lmstate.ops.cuda import recurrent as cuda
 from lmstate.ops.ragged import blank, carry_dtype, padding
 
 RECURRENT_UP_TO = 3
@@ -65,6 +66,9 @@ def ssd(
     library = dispatch.native(x, dt, A, B, C, D, carry, dt_bias)
     if library is not None and all_float32(x, dt, A, B, C, D, carry, dt_bias):
         return library.recurrent.ssd(x, dt, A, B, C, D, carry, counts, dt_bias, dt_limits)
+    given = (x, dt, A, B, C, D, carry, dt_bias)
+    if dispatch.gpu(*given) and all_float32(*given) and B.shape[3] <= cuda.WIDEST_KEY:
+        return cuda.ssd(x, dt, A, B, C, D, carry, counts, dt_bias, dt_limits)
     mask = padding(counts, x)
     dt = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
     dt = blank(F.softplus(dt).clamp(*dt_limits), mask)  # a weight of 0 and a decay of 1 make padding the identity

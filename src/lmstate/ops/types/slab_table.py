@@ -98,9 +98,39 @@ class SlabTable(BlockTable):
         """`places`: of the rows, for the tables of all buffers."""
         super().__init__(places.rows, buffer, pointers, heads, width, like)
         self.places = places
+        self._addresses: Found[Tensor] = Found()
 
     def forget(self) -> None:
         self.places.forget()
+        self._addresses = Found()
+
+    def addresses(self) -> Tensor:
+        """Addresses of the blocks of all rows, int64 `[R, entries]` on their device; 0 where a row holds none.
+
+        A block is `[B, K, D]`, position by position. There is at least one entry.
+        """
+        held = [row.blocks for row in self.places.rows]
+        return self._addresses.get(len(held), list(held), lambda: self._address_table(held))
+
+    def _address_table(self, held: Sequence[tuple[Block | None, ...]]) -> Tensor:
+        size = BLOCK_TOKENS * self.heads * self.width * self.dtype.itemsize
+        bases: dict[int, int] = {}
+        table = np.zeros((len(held), max(1, *map(len, held))), dtype=np.int64)
+        for r, blocks in enumerate(held):
+            for i, block in enumerate(blocks):
+                if block is not None:
+                    slab = cast(SlabBlock, block).slab
+                    base = bases.get(id(slab))
+                    if base is None:
+                        base = bases[id(slab)] = slab.buffers[self.buffer].data_ptr()
+                    table[r, i] = base + cast(SlabBlock, block).index * size
+        return torch.from_numpy(table).to(self.device)
+
+    def prepare_write(self, starts: Sequence[int], counts: Sequence[int]) -> None:
+        """Note that `counts[r]` positions of row r from `starts[r]` on are written next, and clear discarded numbers
+        behind them."""
+        _, stale = self.places.positions(starts, counts)
+        clear(self.buffer, stale)
 
     def read(self, rows: Sequence[int], spans: Sequence[range], count: int) -> Tensor:
         """Of each of these rows its own span of blocks, and zeros behind them, `[n, K, count * B, D]`.

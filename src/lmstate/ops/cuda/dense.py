@@ -1,0 +1,75 @@
+"""Products, norms and gates, on a GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lmstate.ops.cuda.attention import elements
+from lmstate.ops.cuda.device import FEW_ROWS, launch, padded
+from lmstate.ops.types.params import Residual
+from lmstate.ops.types.weight import FLOAT_KINDS, Weight
+
+STEP = 64
+"""Inputs that are summed together; results depend on it, so it is the same for every number of rows."""
+OUTPUTS = 64
+WIDEST_NORM = 1 << 16
+PACKED = ("int4", "int8")
+GATES = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+PART = 1024
+
+
+def can_multiply(weight: Weight) -> bool:
+    """Whether the weight is a float matrix or has the packing of int4 or int8."""
+    return weight.kind in FLOAT_KINDS or weight.kind in PACKED
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None, residual: Residual | None) -> Tensor:
+    """`x @ weight.T + bias`, added to the residual's stream; float32 `[..., N]`.
+
+    x: float32 `[..., K]`, rounded to the weight's dtype, to bfloat16 where it is packed. Sums are float32.
+    """
+    from lmstate.ops.cuda.kernels import dense as kernels
+
+    rows = x.numel() // x.shape[-1] if x.numel() else 0
+    out = torch.empty(*x.shape[:-1], weight.out_features, dtype=torch.float32, device=x.device)
+    if not rows:
+        return out
+    packed = weight.kind in PACKED
+    dtype = torch.bfloat16 if packed else FLOAT_KINDS[weight.kind]
+    lines = min(padded(rows, FEW_ROWS), 64)
+    launch(
+        kernels.product, (-(-weight.out_features // OUTPUTS), -(-rows // lines)),
+        x.contiguous(), weight.storage, out if bias is None else bias,
+        out if residual is None else residual.stream.contiguous(), out, rows, weight.out_features, weight.in_features,
+        weight.in_features // 32, 1.0 if residual is None else residual.scale,
+        KIND=weight.kind if packed else "float", HAS_BIAS=bias is not None, HAS_STREAM=residual is not None,
+        ELEMENT=elements()[dtype], ROWS=lines, OUTPUTS=OUTPUTS, STEP=STEP,
+        PRECISION="ieee" if dtype == torch.float32 else "tf32",
+    )  # fmt: skip
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x: float32 `[..., E]`, E at most `WIDEST_NORM` -> float32 `[..., E]`."""
+    from lmstate.ops.cuda.kernels import dense as kernels
+
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if out.numel():
+        width = x.shape[-1]
+        launch(
+            kernels.rms_norm, (x.numel() // width,), x.contiguous(), weight, out, width, eps, WIDTH=padded(width)
+        )  # fmt: skip
+    return out
+
+
+def glu(x: Tensor, act: str) -> Tensor:
+    """act(gate) * up of `x` `[..., 2K]` = gate | up; float32 `[..., K]`."""
+    from lmstate.ops.cuda.kernels import dense as kernels
+
+    width = x.shape[-1] // 2
+    out = torch.empty(*x.shape[:-1], width, dtype=torch.float32, device=x.device)
+    if out.numel():
+        grid = (out.numel() // width, -(-width // PART))
+        launch(kernels.glu, grid, x.contiguous(), out, width, ACT=act, WIDTH=min(padded(width), PART))
+    return out

@@ -1,0 +1,65 @@
+"""Whether the Triton bodies run on a GPU, and how kernels are launched."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+OLDEST = (8, 0)  # compute capability: bfloat16 products
+FEW_ROWS = 16  # rows of the smallest tile of a product on the matrix unit
+OPTIONS = {"enable_fp_fusion": False}
+"""Of every launch: a multiplication and an addition that are fused in one kernel and not in another give other bits."""
+
+
+@lru_cache(maxsize=8)
+def reason(index: int) -> str:
+    """Why the GPU of this index runs the references; empty where it runs the Triton bodies."""
+    if not torch.cuda.is_available():
+        return "torch finds no GPU"
+    if torch.version.hip is not None:
+        return "the Triton bodies are written for NVIDIA's GPUs"
+    if find_spec("triton") is None:
+        return "Triton is not installed; torch's CUDA wheels bring it along"
+    if torch.cuda.get_device_capability(index) < OLDEST:
+        major, minor = torch.cuda.get_device_capability(index)
+        return f"compute capability {major}.{minor}; the Triton bodies need {OLDEST[0]}.{OLDEST[1]}"
+    return ""
+
+
+@lru_cache(maxsize=8)
+def usable(index: int) -> bool:
+    """Whether the Triton bodies run on this GPU. Warns once where they do not."""
+    why = reason(index)
+    if why and torch.cuda.is_available():
+        warnings.warn(
+            f"cuda:{index} runs on the references in torch, which are slow: {why}", RuntimeWarning, stacklevel=3
+        )
+    return not why
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on tensors of the processor (`TRITON_INTERPRET=1`)."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def launch(kernel: Any, grid: Sequence[int], *args: Any, warps: int = 4, stages: int = 2, **constants: Any) -> None:
+    """Run `kernel[grid]` on the current stream of the device of its tensors."""
+    options = {} if is_interpreted() else OPTIONS
+    kernel[tuple(grid)](*args, num_warps=warps, num_stages=stages, **constants, **options)
+
+
+def on_gpu(values: Sequence[int] | Tensor, like: Tensor) -> Tensor:
+    """Integers int64 on the device of `like`."""
+    return torch.as_tensor(values, dtype=torch.int64).to(like.device, non_blocking=True)
+
+
+def padded(width: int, least: int = 16) -> int:
+    """The power of two that holds `width`."""
+    return max(least, 1 << (width - 1).bit_length())

@@ -1,0 +1,1 @@
+"""Triton kernels: the only modules of the package that import Triton."""

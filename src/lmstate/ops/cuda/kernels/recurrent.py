@@ -1,0 +1,129 @@
+"""Recurrences, token by token: the carry stays in registers, and one kernel serves prompts, drafts and decode.
+
+A token's numbers do not depend on where a call begins or ends: the carry between two tokens is float32 in registers as
+in memory. A slice of the values is a program of its own, and no sum runs over values.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def gated_delta_rule(
+    q, k, v, g, beta, carry, counts, out, new_carry, width, scale,
+    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr,
+    SLICE: tl.constexpr, BY_CHANNEL: tl.constexpr, NORMALIZE: tl.constexpr, CORRECTS: tl.constexpr,
+):  # fmt: skip
+    """S <- diag(exp g) S; S <- S + k (beta (v - k^T S))^T; o = scale * q^T S. Grid: (rows * heads, slices of DV).
+
+    q, k: float32 [R, T, KEY_HEADS, DK]; v: [R, T, HEADS, DV]; g: [R, T, HEADS] or [R, T, HEADS, DK]; beta:
+    [R, T, HEADS]; carry, new_carry: [R, HEADS, DK, DV]; out: [R, T, HEADS, DV], left alone at padding. Without CORRECTS
+    it is linear attention: S <- diag(exp g) S + k v^T.
+    """
+    row = tl.program_id(0) // HEADS
+    head = tl.program_id(0) % HEADS
+    key_head = head // (HEADS // KEY_HEADS)
+    a = tl.arange(0, DKP)
+    b = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
+    keys = a < DK
+    values = b < DV
+    at = (tl.program_id(0).to(tl.int64) * DK + a[:, None]) * DV + b[None, :]
+    inside = keys[:, None] & values[None, :]
+    state = tl.load(carry + at, mask=inside, other=0.0)
+    for t in range(0, tl.load(counts + row)):
+        token = (row * width + t).to(tl.int64)
+        k_t = tl.load(k + (token * KEY_HEADS + key_head) * DK + a, mask=keys, other=0.0)
+        q_t = tl.load(q + (token * KEY_HEADS + key_head) * DK + a, mask=keys, other=0.0)
+        if NORMALIZE:
+            k_t = k_t * tl.rsqrt(tl.sum(k_t * k_t, 0) + 1e-6)
+            q_t = q_t * tl.rsqrt(tl.sum(q_t * q_t, 0) + 1e-6)
+        v_t = tl.load(v + (token * HEADS + head) * DV + b, mask=values, other=0.0)
+        if BY_CHANNEL:
+            decay = tl.exp(tl.load(g + (token * HEADS + head) * DK + a, mask=keys, other=0.0))
+            state = state * decay[:, None]
+        else:
+            state = state * tl.exp(tl.load(g + token * HEADS + head))
+        delta = v_t
+        if CORRECTS:
+            delta = tl.load(beta + token * HEADS + head) * (v_t - tl.sum(state * k_t[:, None], 0))
+        state = state + k_t[:, None] * delta[None, :]
+        y = tl.sum(state * q_t[:, None], 0) * scale
+        tl.store(out + (token * HEADS + head) * DV + b, y, mask=values)
+    tl.store(new_carry + at, state, mask=inside)
+
+
+@triton.jit
+def ssd(
+    x, dt, dt_bias, A, B, C, D, carry, counts, out, new_carry, width, least, most,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, P: tl.constexpr, SLICE: tl.constexpr, N: tl.constexpr,
+    NP: tl.constexpr, HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """h <- exp(dt A) h + dt x B^T; y = h C + D x (Mamba-2). Grid: (rows * heads, slices of P).
+
+    x: float32 [R, T, HEADS, P]; dt: [R, T, HEADS], before softplus and the limits `least` and `most`; dt_bias, A, D:
+    [HEADS]; B, C: [R, T, GROUPS, N]; carry: [R, HEADS, P, N]; out: as x, left alone at padding.
+    """
+    row = tl.program_id(0) // HEADS
+    head = tl.program_id(0) % HEADS
+    group = head // (HEADS // GROUPS)
+    p = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
+    n = tl.arange(0, NP)
+    lines = p < P
+    columns = n < N
+    at = (tl.program_id(0).to(tl.int64) * P + p[:, None]) * N + n[None, :]
+    inside = lines[:, None] & columns[None, :]
+    state = tl.load(carry + at, mask=inside, other=0.0)
+    a = tl.load(A + head)
+    for t in range(0, tl.load(counts + row)):
+        token = (row * width + t).to(tl.int64)
+        step = tl.load(dt + token * HEADS + head)
+        if HAS_BIAS:
+            step = step + tl.load(dt_bias + head)
+        step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
+        step = tl.minimum(tl.maximum(step, least), most)
+        x_t = tl.load(x + (token * HEADS + head) * P + p, mask=lines, other=0.0)
+        b_t = tl.load(B + (token * GROUPS + group) * N + n, mask=columns, other=0.0)
+        c_t = tl.load(C + (token * GROUPS + group) * N + n, mask=columns, other=0.0)
+        state = state * tl.exp(step * a) + (step * x_t)[:, None] * b_t[None, :]
+        y = tl.sum(state * c_t[None, :], 1)
+        if HAS_D:
+            y = y + x_t * tl.load(D + head)
+        tl.store(out + (token * HEADS + head) * P + p, y, mask=lines)
+    tl.store(new_carry + at, state, mask=inside)
+
+
+@triton.jit
+def causal_conv(x, tail, weight, bias, counts, out, new_tail, width, channels, TAPS: tl.constexpr, SLICE: tl.constexpr,
+                HAS_BIAS: tl.constexpr, SILU: tl.constexpr):  # fmt: skip
+    """A causal convolution of each channel. Grid: (rows, slices of channels).
+
+    x, out: float32 [R, T, C]; tail, new_tail: [R, TAPS - 1, C], the inputs before the first token, the oldest first;
+    weight: [C, TAPS]; bias: [C]. out is left alone at padding.
+    """
+    row = tl.program_id(0)
+    c = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
+    inside = c < channels
+    count = tl.load(counts + row)
+    base = tail + row.to(tl.int64) * (TAPS - 1) * channels + c
+    for t in range(0, count):
+        total = tl.zeros([SLICE], tl.float32)
+        for tap in tl.static_range(0, TAPS):
+            at = t + tap - (TAPS - 1)  # the token that this tap reads; before 0 it lies in the tail
+            token = (row * width + tl.maximum(at, 0)).to(tl.int64)
+            new = tl.load(x + token * channels + c, mask=inside & (at >= 0), other=0.0)
+            old = tl.load(base + tl.minimum(t + tap, TAPS - 2) * channels, mask=inside & (at < 0), other=0.0)
+            total = total + tl.where(at >= 0, new, old) * tl.load(weight + c * TAPS + tap, mask=inside, other=0.0)
+        if HAS_BIAS:
+            total = total + tl.load(bias + c, mask=inside, other=0.0)
+        if SILU:
+            total = total / (1.0 + tl.exp(-total))
+        tl.store(out + (row * width + t).to(tl.int64) * channels + c, total, mask=inside)
+    for tap in tl.static_range(0, TAPS - 1):
+        at = count + tap - (TAPS - 1)
+        token = (row * width + tl.maximum(at, 0)).to(tl.int64)
+        new = tl.load(x + token * channels + c, mask=inside & (at >= 0), other=0.0)
+        old = tl.load(base + tl.minimum(count + tap, TAPS - 2) * channels, mask=inside & (at < 0), other=0.0)
+        place = new_tail + (row.to(tl.int64) * (TAPS - 1) + tap) * channels + c
+        tl.store(place, tl.where(at >= 0, new, old), mask=inside)

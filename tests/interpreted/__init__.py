@@ -1,0 +1,1 @@
+"""The Triton kernels in Triton's interpreter, on tensors of the processor."""

@@ -1,0 +1,242 @@
+"""Each kernel gives its reference's numbers, and the same bits for any cut, neighbor and tile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lmstate.ops.attention.attend import attend_reference
+from lmstate.ops.attention.attend_latent import attend_latent_reference
+from lmstate.ops.attention.rope import rope_reference
+from lmstate.ops.cuda import attention, dense, recurrent
+from lmstate.ops.dense.activations import glu_reference
+from lmstate.ops.dense.norm import norm_reference
+from lmstate.ops.recurrent import causal_conv, gated_delta_rule, ssd
+from lmstate.ops.types.block_table import BLOCK_TOKENS, RowBlocks
+from lmstate.ops.types.params import AttentionParams, CausalMask, Norm, Residual
+from lmstate.ops.types.slab_table import SlabRows, SlabTable
+from lmstate.ops.types.slabs import BufferShape, Slabs
+from lmstate.ops.types.weight import Weight
+from lmstate.ops.weights.grouped import FloatWeight, quantize
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CLOSE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def tables(lengths: Sequence[int], shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> list[SlabTable]:
+    """Tables of rows of so many positions, `(K, D)` each, whose blocks lie in no order; free places hold NaN."""
+    slabs = Slabs([BufferShape((heads,), width, dtype) for heads, width in shapes], torch.device("cpu"))
+    counts = [-(-length // BLOCK_TOKENS) for length in lengths]
+    blocks = slabs.take(sum(counts), zeroed=True)
+    order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(0)).tolist()
+    shuffled = iter([blocks[i] for i in order])
+    rows = [RowBlocks(tuple(next(shuffled) for _ in range(count))) for count in counts]
+    places = SlabRows(rows)
+    pointers = np.zeros((len(rows), max(counts)), dtype=np.int64)
+    made = []
+    for buffer, (heads, width) in enumerate(shapes):
+        for row in rows:
+            for block in row.blocks:
+                block.tensors[buffer].fill_(torch.nan)
+        made.append(SlabTable(places, buffer, pointers, heads, width, torch.empty(0, dtype=dtype)))
+    return made
+
+
+def stored(lengths: Sequence[int], k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[SlabTable, SlabTable]:
+    """Tables that hold the first `lengths[r]` positions of `k` and `v` `[R, S, K, D]`."""
+    keys, values = tables(lengths, [(k.shape[2], k.shape[3]), (v.shape[2], v.shape[3])], dtype)
+    counts = torch.tensor(lengths)
+    keys.write(k, torch.zeros_like(counts), counts)
+    values.write(v, torch.zeros_like(counts), counts)
+    return keys, values
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_new_tokens_are_stored_rounded_in_their_blocks(dtype: torch.dtype) -> None:
+    (table,) = tables([130, 64], [(2, 12)], dtype)
+    new, starts, counts = torch.randn(2, 5, 2, 12), torch.tensor([62, 63]), torch.tensor([5, 1])
+    attention.append(new, table, starts, counts)
+    held = table.blocks
+    assert torch.equal(held[0][0][:, 62:], new[0, :2].transpose(0, 1).to(dtype))
+    assert torch.equal(held[0][1][:, :3], new[0, 2:].transpose(0, 1).to(dtype))
+    assert torch.equal(held[1][0][:, 63:], new[1, :1].transpose(0, 1).to(dtype))
+    assert held[0][0][:, :62].isnan().all() and held[0][1][:, 3:].isnan().all()
+
+
+def rings(k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return k.to(dtype).transpose(1, 2).contiguous(), v.to(dtype).transpose(1, 2).contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("mask", "softcap", "sinks"),
+    [
+        (CausalMask(), None, False),
+        (CausalMask(window=70), None, True),
+        (CausalMask(chunk=96), 5.0, False),
+    ],
+)
+def test_attention_of_ragged_rows(dtype: torch.dtype, mask: CausalMask, softcap: float | None, sinks: bool) -> None:
+    lengths, counts = [5, 600, 130], torch.tensor([5, 3, 0])
+    k, v, q = torch.randn(3, 600, 3, 24), torch.randn(3, 600, 3, 20), torch.randn(3, 5, 6, 24)
+    params = AttentionParams(24**-0.5, softcap, torch.randn(6) if sinks else None)
+    starts = torch.tensor(lengths) - counts
+    y = attention.attend(q, *stored(lengths, k, v, dtype), starts, counts, params, mask)
+    expected = attend_reference(q, *rings(k, v, dtype), starts, counts, params, mask)
+    torch.testing.assert_close(y, expected, rtol=0, atol=CLOSE[dtype])
+    assert not y[0, 5:].any() and not y[1, 3:].any() and not y[2].any()
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_attention_has_the_same_bits_for_any_cut_and_neighbor(window: int | None) -> None:
+    length, mask, params = 700, CausalMask(window), AttentionParams(0.25)
+    k, v, q = torch.randn(1, length, 1, 16), torch.randn(1, length, 1, 16), torch.randn(1, length, 2, 16)
+    keys, values = stored([length], k, v, torch.bfloat16)
+    whole = attention.attend(q[:, 600:], keys, values, torch.tensor([600]), torch.tensor([100]), params, mask)
+    for first, count in ((600, 1), (630, 7), (663, 37), (699, 1)):
+        part = q[:, first : first + count]
+        y = attention.attend(part, keys, values, torch.tensor([first]), torch.tensor([count]), params, mask)
+        assert torch.equal(y, whole[:, first - 600 : first - 600 + count])
+    both_k, both_v = stored([length, 300], k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1), torch.bfloat16)
+    beside = torch.cat([q[:, 650:653], torch.randn(1, 3, 2, 16)])
+    starts, counts = torch.tensor([650, 298]), torch.tensor([3, 2])
+    y = attention.attend(beside, both_k, both_v, starts, counts, params, mask)
+    assert torch.equal(y[:1], whole[:, 50:53])
+
+
+def test_merged_parts_are_those_that_one_program_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    k, v, q = torch.randn(1, 1100, 2, 16), torch.randn(1, 1100, 2, 16), torch.randn(1, 2, 4, 16)
+    held = stored([1100], k, v, torch.float32)
+    given = (q, *held, torch.tensor([1098]), torch.tensor([2]), AttentionParams(0.3), CausalMask())
+    merged = attention.attend(*given)
+    monkeypatch.setattr(attention, "PARTS_AT_MOST", 0)
+    assert torch.equal(attention.attend(*given), merged)
+
+
+@pytest.mark.parametrize("window", [None, 90])
+def test_latent_attention(window: int | None) -> None:
+    lengths, counts = [200, 70], torch.tensor([4, 2])
+    latent, rope_key = torch.randn(2, 200, 1, 48), torch.randn(2, 200, 1, 8)
+    held = stored(lengths, latent, rope_key, torch.float32)
+    q, q_rope, starts = torch.randn(2, 4, 5, 48), torch.randn(2, 4, 5, 8), torch.tensor(lengths) - counts
+    y = attention.attend_latent(q, q_rope, *held, starts, counts, 0.2, window)
+    expected = attend_latent_reference(
+        q, q_rope, latent[:, :, 0], rope_key[:, :, 0], starts, counts, scale=0.2, window=window
+    )
+    torch.testing.assert_close(y, expected, rtol=0, atol=5e-6)
+    one = attention.attend_latent(q[:, 1:2], q_rope[:, 1:2], *held, starts + 1, torch.ones(2).long(), 0.2, window)
+    assert torch.equal(one, y[:, 1:2])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope(interleaved: bool) -> None:
+    x, angles = torch.randn(2, 3, 5, 20), torch.randn(2, 3, 6)
+    y = attention.rope(x, angles.cos(), angles.sin(), interleaved)
+    torch.testing.assert_close(y, rope_reference(x, angles.cos(), angles.sin(), interleaved), rtol=0, atol=1e-6)
+
+
+def weights(kind: str, outputs: int, inputs: int) -> Weight:
+    matrix = torch.randn(outputs, inputs)
+    return quantize(matrix, kind) if kind.startswith("int") else FloatWeight(matrix.to(getattr(torch, kind)))
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", "int4", "int8"])
+def test_products_and_their_bits_for_any_number_of_rows(kind: str) -> None:
+    weight, x = weights(kind, 83, 160), torch.randn(70, 160)
+    bias, stream = torch.randn(83), torch.randn(70, 83)
+    y = dense.linear(x, weight, bias, Residual(stream, None, 0.5))
+    dtype = torch.bfloat16 if kind.startswith("int") else getattr(torch, kind)
+    expected = stream + 0.5 * (x.to(dtype).float() @ weight.dequantize(dtype).float().T + bias)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)
+    for first, last in ((0, 1), (3, 20), (69, 70)):
+        part = dense.linear(x[first:last], weight, bias, Residual(stream[first:last], None, 0.5))
+        assert torch.equal(part, y[first:last])
+
+
+def test_norms_and_gates() -> None:
+    x, weight = torch.randn(3, 4, 90), torch.randn(90)
+    torch.testing.assert_close(
+        dense.rms_norm(x, weight, 1e-5), norm_reference(x, Norm(weight, 1e-5)), rtol=1e-6, atol=1e-6
+    )
+    for act in dense.GATES:
+        torch.testing.assert_close(dense.glu(x, act), glu_reference(x, act), rtol=1e-5, atol=1e-6)
+
+
+CUTS = ([9], [1] * 9, [4, 5], [1, 7, 1])
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_the_gated_delta_rule(by_channel: bool) -> None:
+    q, k = torch.randn(2, 9, 2, 24), torch.randn(2, 9, 2, 24)
+    v, beta, carry = torch.randn(2, 9, 4, 40), torch.rand(2, 9, 4), torch.randn(2, 4, 24, 40)
+    g = -torch.rand(2, 9, 4, 24) if by_channel else -torch.rand(2, 9, 4)
+    counts = torch.tensor([9, 5])
+    y, new = recurrent.gated_delta_rule(q, k, v, g, beta, carry, counts, 0.2, True)
+    for r, count in enumerate(counts.tolist()):
+        given = tuple(x[r : r + 1, :count] for x in (q, k, v, g, beta))
+        expected, end = gated_delta_rule.recurrent(*given, carry[r : r + 1], scale=0.2, normalize=True)
+        torch.testing.assert_close(y[r : r + 1, :count], expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(new[r : r + 1], end, rtol=1e-5, atol=1e-5)
+        assert not y[r, count:].any()
+    for cut in CUTS:
+        first, state, pieces = 0, carry[:1], []
+        for size in cut:
+            some = tuple(x[:1, first : first + size] for x in (q, k, v, g, beta))
+            piece, state = recurrent.gated_delta_rule(*some, state, torch.tensor([size]), 0.2, True)
+            pieces.append(piece)
+            first += size
+        assert torch.equal(torch.cat(pieces, 1), y[:1]) and torch.equal(state, new[:1])
+
+
+def test_linear_attention() -> None:
+    q, k, v = torch.randn(1, 6, 2, 16), torch.randn(1, 6, 2, 16), torch.randn(1, 6, 2, 20)
+    g, state = -torch.rand(1, 6, 2), torch.randn(1, 2, 16, 20)
+    y, new = recurrent.gated_delta_rule(q, k, v, g, None, state, torch.tensor([6]), 1.0, False)
+    for t in range(6):
+        state = state * g[:, t, :, None, None].exp() + k[:, t, :, :, None] * v[:, t, :, None]
+        torch.testing.assert_close(y[:, t], (q[:, t, :, None] @ state)[:, :, 0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(new, state, rtol=1e-5, atol=1e-5)
+
+
+def test_the_state_space_of_mamba_2() -> None:
+    x, dt, A, D = torch.randn(2, 9, 4, 40), torch.randn(2, 9, 4), -torch.rand(4), torch.randn(4)
+    B, C, carry, bias = torch.randn(2, 9, 2, 24), torch.randn(2, 9, 2, 24), torch.randn(2, 4, 40, 24), torch.randn(4)
+    counts = torch.tensor([9, 4])
+    given = (A, B, C, D)
+    y, new = recurrent.ssd(x, dt, *given, carry, counts, bias, (0.0, float("inf")))
+    expected, end = ssd.ssd(x, dt, *given, carry, counts, dt_bias=bias)
+    torch.testing.assert_close(y[1, :4], expected[1, :4], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(y[0], expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(new, end, rtol=1e-5, atol=1e-5)
+    for cut in CUTS:
+        first, state, pieces = 0, carry[:1], []
+        for size in cut:
+            here = slice(first, first + size)
+            some = (x[:1, here], dt[:1, here], A, B[:1, here], C[:1, here], D, state, torch.tensor([size]))
+            piece, state = recurrent.ssd(*some, bias, (0.0, float("inf")))
+            pieces.append(piece)
+            first += size
+        assert torch.equal(torch.cat(pieces, 1), y[:1]) and torch.equal(state, new[:1])
+
+
+@pytest.mark.parametrize("taps", [2, 4])
+def test_causal_convolutions(taps: int) -> None:
+    x, tail, weight, bias = torch.randn(2, 9, 70), torch.randn(2, taps - 1, 70), torch.randn(70, taps), torch.randn(70)
+    counts = torch.tensor([9, 2])
+    y, new = recurrent.causal_conv(x, tail, weight, bias, counts, True)
+    expected, end = causal_conv.causal_conv(x, tail, weight, bias, counts, "silu")
+    torch.testing.assert_close(y[0], expected[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(y[1, :2], expected[1, :2], rtol=1e-5, atol=1e-6)
+    assert torch.equal(new, end)
+    for cut in CUTS:
+        first, state, pieces = 0, tail[:1], []
+        for size in cut:
+            some = (x[:1, first : first + size], state, weight, bias, torch.tensor([size]), True)
+            piece, state = recurrent.causal_conv(*some)
+            pieces.append(piece)
+            first += size
+        assert torch.equal(torch.cat(pieces, 1), y[:1]) and torch.equal(state, new[:1])
