@@ -472,3 +472,43 @@ def test_half_a_surrogate_pair_that_a_template_writes_is_the_fault_of_the_templa
     assert "chat template writes half a surrogate pair" in answer.json()["error"]["message"]
     with pytest.raises(ValueError, match="the text has half a surrogate pair"):  # this one is of the messages
         model.tokenizer.chat([{"role": "user", "content": "\ud800"}])
+
+
+def test_a_body_of_two_lengths_ends_its_connection(tiny: Running) -> None:
+    """A proxy that went by the other length would take the rest of it for the next request."""
+    body = b'{"prompt": "a"}'
+    head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\ncontent-length: 4\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", tiny.server.port), timeout=GUARD) as connection:
+        connection.sendall(
+            head + b"%x\r\n%b\r\n0\r\n\r\nGET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" % (len(body), body)
+        )
+        answer = b""
+        while piece := connection.recv(2**16):
+            answer += piece
+    assert answer.count(b"HTTP/1.1") == 1
+    assert b"connection: close" in answer.lower()
+
+
+def test_a_thread_is_refused_so_that_clients_send_all_of_it(tiny: Running) -> None:
+    import anthropic
+
+    client = anthropic.Anthropic(base_url=tiny.url, api_key="none", max_retries=0)
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        client.messages.create(model="tiny", max_tokens=1, messages=USER, extra_body={"thread": {"type": "create"}})
+    assert caught.value.error_code == "thread_unsupported_request"
+
+
+def test_priorities_are_bounded(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    submit = tiny.engine.submit
+
+    def told(prompt: Any, **options: Any) -> Any:
+        asked.append(options["priority"])
+        return submit(prompt, **options)
+
+    monkeypatch.setattr(tiny.engine, "submit", told)
+    with tiny.client() as client:
+        for priority in (2**31, -3):
+            body = {"prompt": "a", "max_tokens": 1, "priority": priority}
+            assert client.post("/v1/completions", json=body).status_code == 200
+    assert asked == [0, -3]

@@ -69,6 +69,9 @@ def serve(
     timeout: Annotated[
         float | None, typer.Option("--timeout", min=0.001, metavar="SECONDS", help="End answers after so long.")
     ] = None,
+    max_priority: Annotated[
+        int, typer.Option("--max-priority", min=0, help="Of a request; larger ones count as this.")
+    ] = 0,
     weights: options.Weights = options.WeightKind.auto,
     activations: options.Activations = options.ActivationBits.auto,
     adapter: options.Adapter = None,
@@ -117,6 +120,7 @@ def serve(
         log_prompts,
         max_new_tokens=max_tokens,
         request_timeout=timeout,
+        max_priority=max_priority,
     )
     settings.check(allow_anonymous)
     check_address(host, port)
@@ -173,13 +177,14 @@ def banner(settings: object, port: int, rows: int, context: int | None) -> str:
     base = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     key = "YOUR_KEY" if settings.api_keys else "none"
     auth = f" -H 'Authorization: Bearer {key}'" if settings.api_keys else ""
+    alias = "" if "*" in settings.aliases else "  (Claude Code asks for models of other names: --alias '*')"
     return "\n".join(
         (
             f"{settings.model_name} at {base} ({rows} rows, context {context or 'any'}, "
             f"{'with an API key' if settings.api_keys else 'no API key'})",
             f"  In a browser       {base}/",
             f"  OpenAI clients     OPENAI_BASE_URL={base}/v1 OPENAI_API_KEY={key}",
-            f"  Anthropic clients  ANTHROPIC_BASE_URL={base} ANTHROPIC_API_KEY={key}",
+            f"  Anthropic clients  ANTHROPIC_BASE_URL={base} ANTHROPIC_API_KEY={key}{alias}",
             f'  curl {base}/v1/chat/completions{auth} -d \'{{"messages": [{{"role": "user", "content": "Hello"}}]}}\'',
         )
     )

@@ -162,6 +162,12 @@ class MessageAnswer:
 
 async def messages(service: Service, request: Request, body: MessagesBody) -> ASGIApp:
     service.settings.check_model(body.model)
+    if body.thread is not None:  # of which only new messages come: an answer to them alone would be a wrong one
+        raise ApiError(
+            "thread is not supported here: send the full conversation without it",
+            param="thread",
+            details={"error_code": "thread_unsupported_request", "unsupported": []},
+        )
     chat, use = read_chat(body)
     params = sampling_params(body, service.vocab_size, service.model.defaults)
     params = replace(params, stop=stops(body.stop_sequences))

@@ -36,6 +36,7 @@ class Settings:
     request_timeout: float | None = None
     ping_interval: float = 10.0
     drain: float = 20.0  # how long streams may go on after SIGTERM
+    max_priority: int = 0  # of a request: larger ones count as this, so that none goes before all others
     stored_responses: int = 2**28  # bytes of responses kept for previous_response_id
 
     def check(self, allow_anonymous: bool = False) -> None:
@@ -61,7 +62,8 @@ class Settings:
         """Refuse a model that is not here, as the protocols have it. The alias `*` answers to every name."""
         if asked is not None and "*" not in self.aliases and asked not in (self.model_name, *self.aliases):
             raise ApiError(
-                f"the model {asked[:100]!r} is not served here; {self.model_name!r} is",
+                f"the model {asked[:100]!r} is not served here; {self.model_name!r} is "
+                "(a server that is started with --alias '*' answers to any name)",
                 404,
                 param="model",
                 code="model_not_found",

@@ -158,7 +158,7 @@ class Service:
             request = self.engine.submit(
                 prompt,
                 params=replace(params, max_new_tokens=wanted, min_tokens=min(least, wanted)),
-                priority=priority,
+                priority=min(priority, self.settings.max_priority),
                 deadline=self.settings.request_timeout,
                 session=session,
             )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from lmstate.serve.tools.closed_schema import masked
 from lmstate.serve.tools.events import CallArguments, CallStart, Text, Tool
 from lmstate.serve.tools.reader import Parse, Reader
 
@@ -80,17 +81,12 @@ def choice(name: str, tools: Sequence[Tool], term: Callable[[Tool], str]) -> str
 
 def json_term(schema: Any, strict: bool) -> str:
     """JSON that fits a schema, as a term of Lark; unless `strict`, as far as it can be followed."""
-    return "%json " + json.dumps(schema if strict or not isinstance(schema, dict) else _followed(schema))
+    return "%json " + json.dumps(masked(schema if strict else _without_lookarounds(schema), lenient=not strict))
 
 
 def arguments_term(tool: Tool) -> str:
     """The arguments of a tool's call, as a term of Lark."""
     return json_term(tool.schema, tool.strict)
-
-
-def _followed(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema without what a grammar cannot follow: keywords and formats that llguidance lacks, and lookarounds."""
-    return {**_without_lookarounds(schema), "x-guidance": {"lenient": True}}
 
 
 def _without_lookarounds(schema: Any) -> Any:

@@ -23,7 +23,7 @@ class ApiError(Exception):
     """A request that gets an error for an answer.
 
     `param` names the field at fault, `code` is a word that programs look for (`context_length_exceeded`),
-    `retry_after` is in seconds.
+    `retry_after` is in seconds, `details` is what Anthropic's clients look at.
     """
 
     message: str
@@ -31,6 +31,7 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     retry_after: int | None = None
+    details: dict[str, Any] | None = None
 
     def __str__(self) -> str:
         return self.message
@@ -48,9 +49,10 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def anthropic(self) -> dict[str, Any]:
-        """`{"type": "error", "error": {"type", "message"}, "request_id"}`"""
+        """`{"type": "error", "error": {"type", "message", "details"}, "request_id"}`"""
         kind = ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": current_id.get()}
+        error = {"type": kind, "message": self.message, "details": self.details}
+        return {"type": "error", "error": error, "request_id": current_id.get()}
 
     def body(self, path: str) -> dict[str, Any]:
         """The JSON body of an error, by the protocol that `path` belongs to."""

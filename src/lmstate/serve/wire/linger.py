@@ -31,7 +31,7 @@ class Linger:
             if message["type"] == "http.response.start":
                 if message["status"] == 408:  # it has been waited for
                     body.coming = False
-                if body.left > FEW:
+                if body.left > FEW or body.ambiguous:
                     MutableHeaders(scope=message)["connection"] = "close"
             elif body.coming and not message.get("more_body", False):
                 await send({**message, "more_body": True})  # all of it, as its content-length says
@@ -45,20 +45,26 @@ class Linger:
 
 
 class Body:
-    """The rest of a request's body: `left` bytes, infinite if it does not say how many; whether they are `coming`."""
+    """The rest of a request's body: `left` bytes, infinite if it does not say how many; whether they are `coming`.
 
-    def __init__(self, receive: Receive, left: float, coming: bool) -> None:
+    `ambiguous`: it says so in two ways, which a proxy before this server may read otherwise (RFC 9112, section 6.1):
+    nothing more is read from that connection.
+    """
+
+    def __init__(self, receive: Receive, left: float, coming: bool, ambiguous: bool = False) -> None:
         self.left = left
+        self.ambiguous = ambiguous
         self.coming = coming
         self._receive = receive
 
     @staticmethod
     def of(headers: Headers, receive: Receive) -> Body | None:
         """None for a request without one."""
-        length = headers.get("content-length", "0")
-        left = float(length) if length.isdigit() and "transfer-encoding" not in headers else float("inf")
+        length, chunked = headers.get("content-length", "0"), "transfer-encoding" in headers
+        left = float(length) if length.isdigit() and not chunked else float("inf")
         # A client that asks whether to send does not, unless somebody asks for the body.
-        return Body(receive, left, "expect" not in headers) if left else None
+        both = chunked and "content-length" in headers
+        return Body(receive, left, "expect" not in headers, both) if left else None
 
     async def receive(self) -> Message:
         message = await self._receive()

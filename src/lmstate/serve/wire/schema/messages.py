@@ -111,3 +111,4 @@ class MessagesBody(CountBody, kw_only=True):
     max_tokens: Whole
     stop_sequences: StopTexts | None = None
     stream: bool | None = None
+    thread: JsonObject | None = None  # refused, so that clients send the whole conversation
