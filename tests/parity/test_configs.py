@@ -38,7 +38,7 @@ SIZES = (
     "num_local_experts",
     "n_routed_experts",
     "q_lora_rank",
-    "v_head_dim",
+    "rotary_dim",
     "zero_expert_num",
 )
 ROPES = ("rope_parameters", "rope_scaling", "rope_theta")

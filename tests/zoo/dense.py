@@ -168,6 +168,31 @@ CASES = {
         num_ln_in_parallel_attn=1, **_rope(rope_type="linear", factor=2.0),
     ),
     "falcon-sequential": partial(_config, "FalconConfig", multi_query=False, parallel_attn=False, bias=True),
+    "exaone": partial(_config, "ExaoneConfig"),
+    "exaone-tied": partial(
+        _config, "ExaoneConfig", head_dim=16, num_key_value_heads=6, tie_word_embeddings=True,
+        **_rope(rope_type="linear", factor=2.0),
+    ),
+    "jais2": partial(_config, "Jais2Config"),
+    "jais2-unbiased": partial(
+        _config, "Jais2Config", num_key_value_heads=6, attention_bias=False, mlp_bias=False, hidden_act="gelu",
+        tie_word_embeddings=True,
+    ),
+    "persimmon": partial(_config, "PersimmonConfig"),
+    "persimmon-plain": partial(
+        _config, "PersimmonConfig", hidden_size=96, qk_layernorm=False, hidden_act="gelu",
+        tie_word_embeddings=True, **_rope(partial_rotary_factor=0.25),
+    ),
+    "gptj": partial(_config, "GPTJConfig", rotary_dim=4),
+    "gptj-whole-heads": partial(
+        _config, "GPTJConfig", hidden_size=96, rotary_dim=16, n_inner=80, activation_function="relu",
+    ),
+    "codegen": partial(_config, "CodeGenConfig", rotary_dim=4),
+    "codegen-whole-heads": partial(_config, "CodeGenConfig", num_attention_heads=4, rotary_dim=12, n_inner=80),
+    "gpt_bigcode": partial(_config, "GPTBigCodeConfig", n_inner=80),
+    "gpt_bigcode-heads": partial(
+        _config, "GPTBigCodeConfig", multi_query=False, scale_attn_weights=False, tie_word_embeddings=False,
+    ),
     "gpt2": partial(_config, "GPT2Config", n_inner=80),
     "gpt2-untied": partial(
         _config, "GPT2Config", hidden_size=96, scale_attn_by_inverse_layer_idx=True,

@@ -38,6 +38,14 @@ CASES = {
         _config, "Gemma2Config", head_dim=8, num_key_value_heads=1, sliding_window=33, layer_types=[F, S, S],
         attn_logit_softcapping=None, final_logit_softcapping=None, tie_word_embeddings=False,
     ),
+    "vaultgemma": partial(
+        _config, "VaultGemmaConfig", head_dim=16, sliding_window=11, query_pre_attn_scalar=24,
+        attn_logit_softcapping=2.0, final_logit_softcapping=3.0,
+    ),
+    "vaultgemma-pattern": partial(
+        _config, "VaultGemmaConfig", head_dim=8, num_key_value_heads=1, sliding_window=33, layer_types=[F, S, S],
+        attn_logit_softcapping=None, final_logit_softcapping=None, tie_word_embeddings=False,
+    ),
     "gemma3": partial(_config, "Gemma3TextConfig", head_dim=16, sliding_window=16, num_hidden_layers=7),
     "gemma3-pattern": partial(
         _config, "Gemma3TextConfig", head_dim=8, num_key_value_heads=3, sliding_window=7, layer_types=[S, F, S],

@@ -1,5 +1,10 @@
 """Gemma 2 (2408.00118) and Gemma 3 (2503.19786): norms before and after each part, windows on most layers.
 
+    x = embed(tokens) * sqrt(E)
+    x = x + post_norm(attention(norm(x)))    # VaultGemma (2510.15001) has no norms after its parts
+    x = x + post_norm(mlp(norm(x)))
+    logits = softcap(head(norm(x)))
+
 Gemma 2 caps the logits of its attention and its output. Gemma 3 normalizes queries and keys instead, and its windowed
 layers rotate faster than its full ones.
 """
@@ -23,11 +28,13 @@ DEFAULTS: b.Defaults = {
         "sliding_window": 4096,
         "tie_word_embeddings": True,
     },
+    "vaultgemma": {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
 }
 
 
 def build(w: WeightLoader) -> Model:
-    third = w.config.str("model_type") == "gemma3_text"
+    family = w.config.str("model_type")
+    third, post_normed = family == "gemma3_text", family != "vaultgemma"
     config, shape = w.config, b.Dims.of(w.config)
     if config.bool("use_bidirectional_attention", default=False):
         raise ModelError(f"{config.where} asks for attention in both directions, which is no language model's")
@@ -47,7 +54,7 @@ def build(w: WeightLoader) -> Model:
         layer = f"model.layers.{index}"
         norms = {
             name: b.norm(w, f"{layer}.{name}_layernorm.weight", shape.hidden, shape.eps, plus_one=True)
-            for name in ("input", "post_attention", "pre_feedforward", "post_feedforward")
+            for name in ("input", "pre_feedforward", *(("post_attention", "post_feedforward") if post_normed else ()))
         }
         q_norm, k_norm = (
             b.norm(w, f"{layer}.self_attn.{part}_norm.weight", shape.head_dim, shape.eps, plus_one=True)
@@ -64,8 +71,8 @@ def build(w: WeightLoader) -> Model:
             b.mlp(w, f"{layer}.mlp", shape.hidden, inner, act),
             norms["input"],
             norms["pre_feedforward"],
-            norms["post_attention"],
-            norms["post_feedforward"],
+            norms.get("post_attention"),
+            norms.get("post_feedforward"),
         )
 
     return b.decoder(

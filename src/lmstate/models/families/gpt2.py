@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.source import floats
 from lmstate.errors import ModelError
@@ -19,17 +18,9 @@ DEFAULTS: b.Defaults = {
     "gpt2": {"layer_norm_epsilon": 1e-5, "n_positions": 1024, "scale_attn_weights": True, "tie_word_embeddings": True}
 }
 
-NAMES = {
-    "n_embd": "hidden_size",
-    "n_head": "num_attention_heads",
-    "n_layer": "num_hidden_layers",
-    "n_positions": b.POSITIONS,
-}
-
 
 def build(w: WeightLoader) -> Model:
-    usual = {usual: w.config[own] for own, usual in NAMES.items() if w.config.given(own)}
-    w.config = Config({**w.config, **usual}, w.config.where)
+    w.config = b.with_usual_names(w.config, b.GPT2_NAMES)
     config, shape = w.config, b.Dims.of(w.config, eps="layer_norm_epsilon")
     if shape.heads * shape.head_dim != shape.hidden:
         raise ModelError(f"{config.where}: {shape.heads} heads cannot share a width of {shape.hidden} evenly")

@@ -2,7 +2,16 @@
 
 from lmstate.models.families.builders.attention import attention, biases, fused_attention
 from lmstate.models.families.builders.decoder import W1_W3_W2, decoder, pre_norm
-from lmstate.models.families.builders.defaults import EPS, LAYER_NORM_EPS, LLAMA, UNWINDOWED, Defaults, completed
+from lmstate.models.families.builders.defaults import (
+    EPS,
+    GPT2_NAMES,
+    LAYER_NORM_EPS,
+    LLAMA,
+    UNWINDOWED,
+    Defaults,
+    completed,
+    with_usual_names,
+)
 from lmstate.models.families.builders.delta import channel_delta, check_shared, short_conv
 from lmstate.models.families.builders.dims import (
     MAX_SIZE,
@@ -63,6 +72,7 @@ __all__ = [
     "ACTIVATIONS",
     "EPS",
     "GATE_UP_DOWN",
+    "GPT2_NAMES",
     "LAYER_NORM_EPS",
     "LLAMA",
     "MAX_SIZE",
@@ -124,4 +134,5 @@ __all__ = [
     "top_k",
     "ungated_mlp",
     "whole_norms",
+    "with_usual_names",
 ]

@@ -74,7 +74,7 @@ def attention(
 def fused_attention(
     w: WeightLoader,
     shape: Dims,
-    rope: Rope,
+    rope: Rope | None,
     fused: str,
     out: str,
     *,

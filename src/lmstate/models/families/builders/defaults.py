@@ -25,6 +25,21 @@ LLAMA = {
 LAYER_NORM_EPS = {"layer_norm_eps": 1e-5}
 
 
+GPT2_NAMES = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+    "n_positions": "max_position_embeddings",
+}
+"""Names of fields in configs like GPT-2's -> their usual names."""
+
+
+def with_usual_names(config: Config, names: Mapping[str, str]) -> Config:
+    """Return the config with its own fields under their usual names too; `names`: own name -> usual name."""
+    usual = {usual: config[own] for own, usual in names.items() if config.given(own)}
+    return Config({**config, **usual}, config.where)
+
+
 def completed(config: Config, defaults: Mapping[str, Any]) -> Config:
     """The config with the defaults of its family. A field that is null is given, and stays null."""
     return Config({**defaults, **config}, config.where)
