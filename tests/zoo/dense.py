@@ -193,6 +193,20 @@ CASES = {
     "gpt_bigcode-heads": partial(
         _config, "GPTBigCodeConfig", multi_query=False, scale_attn_weights=False, tie_word_embeddings=False,
     ),
+    "opt": partial(_config, "OPTConfig", ffn_dim=80),
+    "opt-bare": partial(
+        _config, "OPTConfig", hidden_size=96, ffn_dim=80, enable_bias=False, layer_norm_elementwise_affine=False,
+        activation_function="gelu", tie_word_embeddings=False,
+    ),
+    "biogpt": partial(_config, "BioGptConfig"),
+    "biogpt-untied": partial(
+        _config, "BioGptConfig", hidden_size=96, hidden_act="relu", scale_embedding=False, tie_word_embeddings=False,
+    ),
+    "xglm": partial(_config, "XGLMConfig", ffn_dim=80, attention_heads=6),
+    "xglm-padding": partial(
+        _config, "XGLMConfig", hidden_size=96, ffn_dim=80, attention_heads=4, activation_function="relu",
+        scale_embedding=False, tie_word_embeddings=False, pad_token_id=9,
+    ),
     "gpt2": partial(_config, "GPT2Config", n_inner=80),
     "gpt2-untied": partial(
         _config, "GPT2Config", hidden_size=96, scale_attn_by_inverse_layer_idx=True,

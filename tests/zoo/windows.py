@@ -38,6 +38,21 @@ CASES = {
         _config, "Gemma2Config", head_dim=8, num_key_value_heads=1, sliding_window=33, layer_types=[F, S, S],
         attn_logit_softcapping=None, final_logit_softcapping=None, tie_word_embeddings=False,
     ),
+    "gpt_neo": partial(
+        _config, "GPTNeoConfig", window_size=12, attention_types=[[["global", "local"], 1], [["local"], 1]],
+    ),
+    "gpt_neo-pattern": partial(
+        _config, "GPTNeoConfig", hidden_size=96, window_size=30, attention_types=[[["local"], 2], [["global"], 1]],
+        intermediate_size=80, activation_function="relu", tie_word_embeddings=False,
+    ),
+    "modernbert-decoder": partial(
+        _config, "ModernBertDecoderConfig", pad_token_id=0, num_hidden_layers=5, local_attention=25,
+    ),
+    "modernbert-decoder-pattern": partial(
+        _config, "ModernBertDecoderConfig", pad_token_id=0, hidden_size=96, local_attention=60, layer_types=[S, F, S],
+        norm_bias=True, attention_bias=True, mlp_bias=True, classifier_bias=True, decoder_bias=False,
+        tie_word_embeddings=False, hidden_activation="relu",
+    ),
     "vaultgemma": partial(
         _config, "VaultGemmaConfig", head_dim=16, sliding_window=11, query_pre_attn_scalar=24,
         attn_logit_softcapping=2.0, final_logit_softcapping=3.0,

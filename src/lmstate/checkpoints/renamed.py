@@ -14,13 +14,14 @@ from lmstate.text.tokenizer import TokenizerFiles
 # The embedding of a model saved without its head, and what its tensors' names begin with where there is a head.
 BASES = {
     "embed_tokens.weight": "model.",
+    "decoder.embed_tokens.weight": "model.",
     "embeddings.weight": "backbone.",
     "embed_in.weight": "gpt_neox.",
     "wte.weight": "transformer.",
     "word_embeddings.weight": "transformer.",
 }
 HEAD = "lm_head."
-OTHER_HEADS = ("embed_out.weight", "head.weight")  # what GPT-NeoX and RWKV call it
+OTHER_HEADS = ("embed_out", "head", "output_projection", "decoder")  # GPT-NeoX, RWKV, BioGPT, ModernBERT's decoder
 COMPILED = "_orig_mod."  # torch.compile wraps a module, and the wrapper shows in the names of what is saved
 CONSTANTS = (".masked_bias",)  # what old versions of transformers put where attention may not look; no weight
 
@@ -77,7 +78,8 @@ def plain(source: Source) -> Source:
 
 def _plain(name: str) -> str:
     name = name.replace(COMPILED, "")
-    return f"{HEAD}weight" if name in OTHER_HEADS else name
+    module, _, kind = name.rpartition(".")
+    return f"{HEAD}{kind}" if module in OTHER_HEADS and kind in ("weight", "bias") else name
 
 
 def with_head(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
