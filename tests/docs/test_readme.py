@@ -28,7 +28,7 @@ def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_page_of_models_names_every_family() -> None:
     from lmstate.models.families import FAMILIES
 
-    named = set(re.findall(r"\w+", (ROOT / "docs" / "models.md").read_text(encoding="utf-8")))
+    named = set(re.findall(r"[\w-]+", (ROOT / "docs" / "models.md").read_text(encoding="utf-8")))
     assert [family for family in FAMILIES if family not in named] == []
 
 
