@@ -53,7 +53,7 @@ LEFT_OUT = {
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), DRAFTER),
     **dict.fromkeys(
         ("aria_text", "beam", "bitnet", "bloom", "cohere2_moe", "cohere_compass_text", "diffllama", "doge",
-         "dory", "flint", "hy_v3", "hyperclovax", "inkling2_loop_text", "inkling2_text", "inkling_text",
+         "dory", "flint", "hy_v3", "inkling2_loop_text", "inkling2_text", "inkling_text",
          "jetmoe", "kolibri1", "lara_mini", "minicpm3", "mpt", "phi4_multimodal", "zamba"), NEXT),
 }  # fmt: skip
 # Types of wrappers, and of the same model under another name -> the family that runs them.

@@ -193,6 +193,14 @@ CASES = {
     "gpt_bigcode-heads": partial(
         _config, "GPTBigCodeConfig", multi_query=False, scale_attn_weights=False, tie_word_embeddings=False,
     ),
+    "hyperclovax": partial(
+        _config, "HyperCLOVAXConfig", attention_multiplier=0.3, embedding_multiplier=3.0, residual_multiplier=0.4,
+        logits_scaling=2.0,
+    ),
+    "hyperclovax-plain": partial(
+        _config, "HyperCLOVAXConfig", num_key_value_heads=6, use_post_norm=False, attention_bias=True, mlp_bias=True,
+        tie_word_embeddings=True,
+    ),
     "opt": partial(_config, "OPTConfig", ffn_dim=80),
     "opt-bare": partial(
         _config, "OPTConfig", hidden_size=96, ffn_dim=80, enable_bias=False, layer_norm_elementwise_affine=False,

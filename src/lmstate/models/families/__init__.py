@@ -67,6 +67,7 @@ FAMILIES = {
     "helium": "llama",
     "hunyuan_v1_dense": "hunyuan",
     "hunyuan_v1_moe": "hunyuan",
+    "hyperclovax": "hyperclovax",
     "internlm3": "llama",
     "iquestcoder": "llama",
     "jais2": "jais2",
