@@ -49,6 +49,7 @@ PLACES = {
 }
 EPS = 1e-5  # whatever the config says
 OFFSET = 2  # rows of a table of positions before the first one
+MAX_TABLE = 2**16  # positions in a table
 UNUSUAL = {"do_layer_norm_before": True, "_remove_final_layer_norm": False, "add_cross_attention": False}
 
 
@@ -74,8 +75,9 @@ def build(w: WeightLoader) -> Model:
         ("self_attn_layer_norm", "self_attn", "final_layer_norm", "fc"),
         layers=f"{prefix}.layers",
     )
-    count = config.int(b.POSITIONS, low=1, high=2**24)
-    if family == "xglm":
+    count = config.int(b.POSITIONS, low=1, high=MAX_TABLE)
+    if family == "xglm":  # nothing is computed for a width that the weights do not have
+        w.expect(f"{prefix}.embed_tokens.weight", (shape.vocab, shape.hidden))
         table = _sinusoids(count, shape.hidden, config.int("pad_token_id", default=None)).to(w.device)
     else:
         table = w.tensor(f"{prefix}.embed_positions.weight", (count + OFFSET, shape.hidden))
