@@ -5,13 +5,18 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 LIBRARY = $(VENV)/.library
 
-.PHONY: demo test soak bench lint lint-workflows docs asan tsan amx wheel wheels sdist clean
+.PHONY: demo test test-fast soak bench lint lint-workflows docs asan tsan amx wheel wheels sdist clean
 
 demo: $(LIBRARY)
 	$(BIN)/lmstate demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2
+
+# The part to run after each change; CONTRIBUTING.md says what is in the other folders.
+FAST ?= tests/docs/test_imports.py tests/docs/test_docstrings.py tests/generation tests/state tests/speculation
+test-fast: $(READY)
+	$(BIN)/python -m pytest -n 2 -x $(FAST)
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak -n 2

@@ -128,3 +128,19 @@ def test_labels_and_texts_that_are_none_are_refused() -> None:
     for call in wrong:
         with pytest.raises(StateError):
             call()
+
+
+def test_what_follows_from_the_blocks_is_that_of_the_new_blocks_once_weights_have_changed() -> None:
+    model = trainable("llama-dynamic")
+
+    def ropes() -> list[object]:
+        return [block.mixer.rope for block in model.blocks]  # type: ignore[attr-defined]
+
+    before = ropes()
+    assert [id(rope) for rope in model.dynamic_ropes] == [id(rope) for rope in before]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.0001)
+    model.new_state()  # builds the blocks again
+    assert all(new is not old for new, old in zip(ropes(), before))
+    assert [id(rope) for rope in model.dynamic_ropes] == [id(rope) for rope in ropes()]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -49,6 +48,15 @@ DEVICE_CHUNK = 2048  # tokens of a row that one forward takes where each operati
 GRAPH_ROWS = 32  # of a compiled graph, and where a gradient follows
 
 
+@dataclass
+class FromBlocks:
+    """Values derived from the blocks of a model, which hold as long as it has these blocks."""
+
+    blocks: list[Block]
+    ropes: list[Rope]  # those whose frequencies depend on the length of the text
+    traced: Model | None = None  # what compiled graphs hold
+
+
 @dataclass(eq=False, repr=False)
 class Model:
     """A language model: `model(tokens, state)` -> logits. Made by `lmstate.load`."""
@@ -71,7 +79,7 @@ class Model:
     _fingerprint: str | None = None
     on_part: Callable[[int, int], None] | None = field(default=None, init=False)
     """Called with (tokens done, tokens of the step) before each part of a long step, and at its end."""
-    _traced: Model | None = field(default=None, init=False, repr=False)  # what compiled graphs hold
+    _derived: FromBlocks | None = field(default=None, init=False, repr=False)
 
     def __repr__(self) -> str:
         parts, heads = self.parts, len(self.heads)
@@ -148,9 +156,10 @@ class Model:
         )  # fmt: skip
         state = self._new_state(layout, None if isinstance(kv, torch.dtype) else kv)
         if static:
-            if self._traced is None and (traced := traceable(self)) is not self:
-                self._traced = traced
-            mark_static((self._traced or self).parts, state)
+            derived = self._from_blocks()
+            if derived.traced is None and (traced := traceable(self)) is not self:
+                derived.traced = traced
+            mark_static((derived.traced or self).parts, state)
         elif self.heads and not state.evicts:
             # Nothing is drafted in a static graph, nor where a policy evicts after each step.
             policy = None if kv is None or isinstance(kv, torch.dtype) else policies_of(kv, len(self.blocks))[-1]
@@ -196,11 +205,18 @@ class Model:
         """A number that two lengths of a text share if keys are rotated alike in both."""
         return max((rope.frequency_key(length) for rope in self.dynamic_ropes), default=0)
 
-    @cached_property
+    @property
     def dynamic_ropes(self) -> list[Rope]:
         """The ropes whose frequencies depend on the length of the text."""
-        ropes = [getattr(block.mixer, "rope", None) for block in self.blocks]
-        return [rope for rope in ropes if isinstance(rope, Rope) and rope.original_max_positions is not None]
+        return self._from_blocks().ropes
+
+    def _from_blocks(self) -> FromBlocks:
+        """The values derived from the blocks; made again once the model has other blocks."""
+        if self._derived is None or self._derived.blocks is not self.blocks:
+            ropes = [getattr(block.mixer, "rope", None) for block in self.blocks]
+            dynamic = [rope for rope in ropes if isinstance(rope, Rope) and rope.original_max_positions is not None]
+            self._derived = FromBlocks(self.blocks, dynamic)
+        return self._derived
 
     # ---- forward
 
@@ -483,7 +499,8 @@ class Model:
             raise StateError(f'logits={logits!r} was asked for; there are "last" and "all"')
         self._refuse_other(state)
         step, room = state.device_step(tokens.shape[1], counts)
-        model = self._traced if torch.compiler.is_compiling() and self._traced is not None else self
+        traced = self._from_blocks().traced if torch.compiler.is_compiling() else None
+        model = self if traced is None else traced
         hidden = model.run_layers(tokens, step, state.layers, state)
         out = device_logits(hidden, model.logits, step, room, logits)
         state.record_device_step(tokens.clone(), None if counts is None else counts.clone(), out)

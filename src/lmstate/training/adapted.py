@@ -187,7 +187,6 @@ class AdaptedModel(Model):
         """
         twin = object.__new__(type(self))
         twin.__dict__.update(vars(self))
-        twin.__dict__.pop("_stretching", None)
         names = [adapter] if adapter is None or isinstance(adapter, str) else list(adapter)
         if not names:
             raise ModelError("adapters for no rows were asked for; name one for each row, None for none")

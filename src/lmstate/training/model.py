@@ -34,8 +34,6 @@ def adopt(model: Model, built: Model) -> None:
     for field in fields(Model):
         if field.init and (field.name not in OWN or field.name not in model.__dict__):
             setattr(model, field.name, getattr(built, field.name))
-    model.__dict__.pop("_stretching", None)
-    model._traced = None
 
 
 class ParameterModel(Model, ABC):
