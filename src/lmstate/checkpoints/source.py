@@ -62,7 +62,7 @@ class Source(Protocol):
 
     @property
     def conversions(self) -> tuple[str, ...]:
-        """What is held in another storage than the files': a line of the log each."""
+        """Tensors held in another storage than the files', a line of the log each."""
         ...
 
     def names(self) -> frozenset[str]: ...

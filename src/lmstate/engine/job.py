@@ -34,7 +34,7 @@ MAX_PRIORITY = 2**31
 
 @dataclass(frozen=True)
 class Terms:
-    """What a request asks of the engine: its answers' parameters, its priority, its deadline in seconds, and the most
+    """The demands of a request: its answers' parameters, its priority, its deadline in seconds, and the most
     milliseconds between two of its tokens while others' prompts are read."""
 
     params: SamplingParams

@@ -115,7 +115,7 @@ def _check_pattern(pattern: str) -> None:
 
 
 def _loops(parsed: Any) -> int:
-    """How deep repetitions without a small limit are nested in a parsed regular expression."""
+    """The depth at which repetitions without a small limit are nested in a parsed regular expression."""
     if isinstance(parsed, tuple) and len(parsed) == 2 and parsed[0] in REPEATS:
         _, most, body = parsed[1]
         return _loops(body) + (most > 1)

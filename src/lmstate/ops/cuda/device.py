@@ -20,7 +20,7 @@ OPTIONS = {"enable_fp_fusion": False}
 
 @lru_cache(maxsize=8)
 def reason(index: int) -> str:
-    """Why the GPU of this index runs the references; empty where it runs the Triton bodies."""
+    """The reason why the GPU of this index runs the references; empty where it runs the Triton bodies."""
     if not torch.cuda.is_available():
         return "torch finds no GPU"
     if torch.version.hip is not None:

@@ -26,7 +26,7 @@ NAMESPACE = "namespace"  # a kind of tool in responses: functions of one source,
 
 
 class ToolFields(Protocol):
-    """What a body says of tools."""
+    """The tools of a body, and which of them an answer calls."""
 
     tools: list[dict[str, Any]] | None
     tool_choice: str | ToolChoice | None

@@ -154,7 +154,7 @@ def _below(schema: dict[str, Any], step: str | int, definitions: dict[str, Any])
 
 
 def described(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
-    """What a schema asks for, in words: "a whole number from 1 to 128"."""
+    """The demand of a schema in words: "a whole number from 1 to 128"."""
     words = [_described(one, definitions) for one in _branches(schema, definitions)]
     return " or ".join(dict.fromkeys(words)) or "a value of another kind"
 

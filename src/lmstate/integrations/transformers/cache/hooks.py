@@ -56,7 +56,7 @@ class CallObserver(ABC):
 
     @abstractmethod
     def fed(self, call: Call) -> dict[str, Any]:
-        """What the model takes of a call: one without attention takes the mask of the new tokens alone."""
+        """The part of a call that the model takes: one without attention takes the mask of the new tokens alone."""
 
     @abstractmethod
     def feeds_apart(self, call: Call, outputs: dict[str, Any]) -> bool:

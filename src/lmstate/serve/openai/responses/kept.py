@@ -1,4 +1,4 @@
-"""What the Responses API keeps: responses, conversations, and the responses that are made in the background."""
+"""State of the Responses API: responses, conversations, and the responses that are made in the background."""
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ async def whole(answer: ResponseAnswer) -> dict[str, Any]:
 
 
 async def prepare(service: Service, kept: KeptResponses, body: ResponseBody) -> Asked:
-    """What a body asks for: what came before, what is new, and how it may be answered. Raises `ApiError`."""
+    """A body as read: earlier items, new items, and the parameters of the answer. Raises `ApiError`."""
     if body.background and body.store is False:
         raise ApiError("a response in the background is asked for by its id: it needs store", param="store")
     conversation = await asyncio.to_thread(conversation_of, kept, body)

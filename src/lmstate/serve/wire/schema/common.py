@@ -25,7 +25,7 @@ NoPromptLogprobs = Annotated[None, Meta(description="completions score a prompt 
 
 
 class Sampling(Struct, kw_only=True):
-    """How tokens are chosen. A field that is left out is as the model's makers suggest."""
+    """Sampling of tokens. A field that is left out is as the model's makers suggest."""
 
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
@@ -46,7 +46,7 @@ class Sampling(Struct, kw_only=True):
 
 
 class StreamOptions(Struct, kw_only=True):
-    """What a stream has beside the answer."""
+    """Extras of a stream beside the answer."""
 
     include_usage: bool | None = None
 
@@ -70,7 +70,7 @@ class SchemaFormat(Struct, kw_only=True):
 
 
 class ResponseFormat(Struct, kw_only=True):
-    """What an answer's text must be."""
+    """The format of an answer's text."""
 
     type: Literal["text", "json_object", "json_schema", "grammar", "regex"]
     json_schema: SchemaFormat | None = None

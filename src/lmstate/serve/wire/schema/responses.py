@@ -14,7 +14,7 @@ StatusText = Annotated[str, Meta(max_length=20)]
 
 
 class ItemHead(Struct, kw_only=True):
-    """What every item may have."""
+    """Fields of every item."""
 
     id: ItemId | None = None
     status: StatusText | None = None
@@ -96,7 +96,7 @@ class TextOptions(Struct, kw_only=True):
 
 
 class ReasoningOptions(Struct, kw_only=True):
-    """How much the model thinks."""
+    """Effort of the model's reasoning."""
 
     effort: ShortText | None = None
 

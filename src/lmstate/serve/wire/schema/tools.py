@@ -85,7 +85,7 @@ class AllowedTools(Struct, kw_only=True, omit_defaults=True):
 
 
 class ToolChoice(AllowedTools, kw_only=True, omit_defaults=True):
-    """Which tool an answer must call, or which ones it may."""
+    """The tool that an answer must call, or those that it may call."""
 
     type: str | None = None
     name: str | None = None
