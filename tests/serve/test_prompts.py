@@ -74,6 +74,42 @@ def test_messages_of_the_user_in_a_row_are_one_where_a_template_alternates(tmp_p
         renderer(tmp_path, template).prompt(Chat((Message("assistant", "c"), *said)))
 
 
+ONE_CALL = (
+    "{% for m in messages %}{% if (m.tool_calls or []) | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %};"
+    "{% endfor %}{# tools #}"
+)
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+)
+FIRST_SYSTEM = (
+    "{% for m in messages %}{% if loop.first or m.role != 'system' %}"
+    "{{ m.role }}: {{ m.content }};{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_calls_are_parted_with_their_results_where_a_template_takes_one(tmp_path: Path, order: tuple[int, ...]) -> None:
+    results = [Message("tool", "noon", call_id="a"), Message("tool", "rain", call_id="b")]
+    both = Message("assistant", "Both.", calls=(Call("a", "time", "{}"), Call("b", "sky", "{}")))
+    said = (Message("user", "Q"), both, *(results[index] for index in order))
+    assert renderer(tmp_path, ONE_CALL).prompt(Chat(said, (Tool("time"), Tool("sky")))).text == (
+        "user: Q;assistant: Both.time;tool: noon;assistant: sky;tool: rain;"
+    )
+
+
+def test_system_messages_go_before_the_users_text_where_a_template_takes_none(tmp_path: Path) -> None:
+    said = (Message("system", "A"), Message("user", "Q"), Message("assistant", "R"), Message("user", "S"))
+    assert renderer(tmp_path, NO_SYSTEM).prompt(Chat(said)).text == "user: A\n\nQ;assistant: R;user: S;"
+
+
+def test_a_late_system_message_that_a_template_leaves_out_goes_first(tmp_path: Path) -> None:
+    said = (Message("user", "Q"), Message("assistant", "R"), Message("system", "LATE"), Message("user", "S"))
+    text = renderer(tmp_path, FIRST_SYSTEM).prompt(Chat(said)).text
+    assert text == "system: LATE;user: Q;assistant: R;user: S;"
+
+
 def test_arguments_are_text_where_a_template_joins_them(tmp_path: Path) -> None:
     made = renderer(tmp_path, TEXT_ARGUMENTS)
     call = Message("assistant", calls=(Call("c", "f", '{"a": 1}'),))

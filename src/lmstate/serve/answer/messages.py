@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -126,7 +126,10 @@ class Renderer:
         """The prompt with the tokens that the model sampled, for the last answer in it that was given here."""
         for index in reversed(range(len(chat.messages) - 1)):
             if chat.messages[index].role == "assistant" and (known := self.replay.get(links[index])):
-                before = self._text(chat, chat.messages[: index + 1], generation=False)
+                try:
+                    before = self._text(chat, chat.messages[: index + 1], generation=False)
+                except ApiError:  # a template may refuse calls without their results
+                    return None
                 return self._resume(list(known.tokens), known.end, before, text, control)
         return None
 
@@ -156,14 +159,14 @@ class Renderer:
     def template_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Messages in the form that the template takes by itself, with nothing tried and nothing merged."""
         shown = messages if self._knows_tools else self._told(messages, ())
-        forms = [[self._template_message(message, as_text) for message in shown] for as_text in (False, True)]
-        for given in forms:
+        ways = [[self._template_message(message, as_text) for message in shown] for as_text in (False, True)]
+        for given in ways:
             try:
                 self._tokenizer.chat_text(given)
             except ModelError:
                 continue
             return given
-        return forms[0]
+        return ways[0]
 
     def _encode(self, text: str, control: ControlTokens) -> list[int]:
         try:
@@ -172,8 +175,8 @@ class Renderer:
             raise ApiError(str(error), param="messages") from None
 
     def _text(self, chat: Chat, messages: Sequence[Message], generation: bool = True) -> str:
-        """Templates disagree on arguments as text or as an object, and some refuse a second system message, or two
-        messages of the user in a row."""
+        """Templates disagree on arguments as text or as an object, and some refuse a second system message, any
+        system message, two messages of one role in a row or two calls in one; some leave a late system message out."""
         last = messages[-1] if generation and chat.continued else None
         begun = generation and (chat.generation or chat.continued)
         shown = messages[:-1] if last is not None else messages
@@ -184,15 +187,21 @@ class Renderer:
         if chat.thinking is not None:
             variables |= {"enable_thinking": chat.thinking, "thinking": chat.thinking}
         refused: ModelError | None = None
-        system = joined(shown, leading=True), joined(shown, leading=False)
-        for merged in (*system, *map(alternating, system)):
+        found: str | None = None
+        rules = [message.content.strip() for message in shown if message.role == "system"]
+        for form in forms(shown):
             for as_text in (False, True):
-                given = [self._template_message(message, as_text) for message in merged]
+                given = [self._template_message(message, as_text) for message in form]
                 try:
                     text = self._tokenizer.chat_text(given, begun, **{**variables, "tools": tools})
-                    return text if last is None else text + last.content
                 except ModelError as error:
                     refused = refused or error
+                    continue
+                if all(rule in text or json.dumps(rule, ensure_ascii=False)[1:-1] in text for rule in rules):
+                    return text if last is None else text + last.content
+                found = found or text
+        if found is not None:
+            return found if last is None else found + last.content
         raise ApiError(str(refused), param="messages")
 
     def _template_message(self, message: Message, arguments_as_text: bool) -> dict[str, Any]:
@@ -262,14 +271,58 @@ def joined(messages: Sequence[Message], leading: bool) -> list[Message]:
 
 
 def alternating(messages: Sequence[Message]) -> list[Message]:
-    """Messages of the user that follow each other as one."""
+    """Messages of the user, or of the assistant without calls, that follow each other as one."""
     turns: list[Message] = []
     for message in messages:
-        if turns and message.role == turns[-1].role == "user":
-            turns[-1] = replace(message, content=f"{turns[-1].content}\n\n{message.content}")
+        if turns and _goes_on(turns[-1], message):
+            texts = [[one.content, one.reasoning] for one in (turns[-1], message)]
+            content, reasoning = ("\n\n".join(filter(None, both)) for both in zip(*texts, strict=True))
+            turns[-1] = replace(turns[-1], content=content, reasoning=reasoning)
         else:
             turns.append(message)
     return turns
+
+
+def _goes_on(last: Message, message: Message) -> bool:
+    return last.role == message.role and message.role in ("user", "assistant") and not (last.calls or message.calls)
+
+
+def parted(messages: Sequence[Message]) -> list[Message]:
+    """Each call in a message of its own, followed by its result; results without an id go in the order of the calls."""
+    turns: list[Message] = []
+    at = 0
+    while at < len(messages):
+        message, at = messages[at], at + 1
+        if len(message.calls) < 2:
+            turns.append(message)
+            continue
+        results = []
+        while at < len(messages) and messages[at].role == "tool":
+            results.append(messages[at])
+            at += 1
+        for index, call in enumerate(message.calls):
+            turns.append(replace(message, calls=(call,)) if not index else Message("assistant", calls=(call,)))
+            own = [one for one in results if one.call_id == call.id] or [one for one in results if not one.call_id][:1]
+            turns += own
+            results = [one for one in results if not any(one is other for other in own)]
+        turns += results
+    return turns
+
+
+def without_system(messages: Sequence[Message]) -> list[Message]:
+    """The system message in front of the first message, as a text of the user."""
+    return alternating([replace(one, role="user") if one.role == "system" else one for one in messages])
+
+
+def forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Ways to write the same conversation, the one that changes the least first; each once."""
+    given: list[list[Message]] = []
+    for calls in (list(messages), parted(messages)):
+        system = [joined(calls, leading=True), joined(calls, leading=False)]
+        for form in (*system, *map(alternating, system), without_system(system[1])):
+            if form not in given:
+                given.append(form)
+                yield form
 
 
 def _whole_numbers(value: Any) -> Any:
