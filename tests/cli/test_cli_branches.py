@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +28,9 @@ class Stream:
 
     def flush(self) -> str:
         return ""
+
+    def follow(self, tokens: Iterable[int]) -> None:
+        pass
 
 
 class Letters:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,10 @@ class FakeStream:
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+    def follow(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            self.push(token)
 
 
 class FakeTokenizer:

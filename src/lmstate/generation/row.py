@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal, Protocol
 
@@ -32,6 +32,8 @@ class TextLike(Protocol):
 
     def flush(self) -> str: ...
 
+    def follow(self, tokens: Iterable[int]) -> None: ...
+
 
 class NoText:
     """The text stream of a model without a tokenizer: nothing."""
@@ -41,6 +43,9 @@ class NoText:
 
     def flush(self) -> str:
         return ""
+
+    def follow(self, tokens: Iterable[int]) -> None:
+        """Nothing follows from them."""
 
 
 class AnswerText:
@@ -59,8 +64,7 @@ class AnswerText:
         min_tokens: int = 0,
         include_stop: bool = False,
     ) -> None:
-        for token in before[-CONTEXT:]:
-            stream.push(token)
+        stream.follow(before[-CONTEXT:])
         self.tokens: list[int] = []
         self._whole = False  # the answer ended, and no stop string cut it
         self._stream = stream

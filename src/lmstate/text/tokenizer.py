@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lmstate.text.chat_template import ChatTemplate
 
 BROKEN = "\ufffd"  # what stands in decoded text for bytes that are not UTF-8, or not yet
-HELD = 4  # tokens that may be held back for the rest of a character; UTF-8 has at most 4 bytes in one
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 LONG = 2**14  # characters or ids that take so long that other threads are to run meanwhile
 MOST_IDS = 2**22  # an id past this is of no vocabulary
 MOST_GROWTH, MOST_STEPS = 256, 1000  # of a normalizer or a decoder: how much longer it makes a text; its parts
@@ -182,7 +182,16 @@ class Tokenizer:
 
     def stream(self, skip_special_tokens: bool = True) -> TextStream:
         """A decoder for ids that come one by one."""
-        return TextStream(lambda ids: self.decode(ids, skip_special_tokens))
+        silent = self.special_ids if skip_special_tokens else frozenset()
+        return TextStream(lambda ids: self.decode(ids, skip_special_tokens), self._byte_ids, silent)
+
+    @cached_property
+    def _byte_ids(self) -> frozenset[int]:
+        """The ids of tokens `<0x..>` that the decoder joins to runs of bytes; empty if it does not."""
+        decoder = self._inner.decoder
+        if decoder is None or b'"ByteFallback"' not in decoder.__getstate__():
+            return frozenset()
+        return frozenset(id for token, id in self.vocabulary.items() if BYTE_TOKEN.fullmatch(token))
 
     @cached_property
     def _chat_template(self) -> ChatTemplate:
@@ -216,25 +225,38 @@ class Tokenizer:
 class TextStream:
     """Text of ids that come one by one: never half a character, never a lost space.
 
-    A token's text can depend on its left neighbors (a leading space is dropped at the beginning only) and a character
-    can span tokens, so a short window of tokens is decoded again and what is new is given out. The pieces joined are
-    what `decode` gives for all ids.
+    The pieces joined are what `decode` gives for all ids. A token's text can depend on its left neighbors (a leading
+    space is dropped at the beginning only), so the tokens since the last piece are decoded again with those of that
+    piece. Text that a later token can change is held back:
+
+    - A run of byte tokens (SentencePiece's byte fallback) is decoded as one, and one bad byte breaks every character of
+      it. So the run is held until a token with a text of its own ends it; tokens that are left out do not.
+    - Elsewhere only the last broken character can still become a whole one.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        byte_ids: frozenset[int] = frozenset(),
+        silent_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """`byte_ids`: of tokens that are one byte of a run; `silent_ids`: of those that `decode` leaves out."""
+        self._decode, self._bytes, self._silent = decode, byte_ids, silent_ids
         self._window: list[int] = []  # the tokens of the last piece given out, and those since
         self._given = ""  # the text of the window that was given out already
         self._fresh = 0  # tokens of the window since the last piece
 
     def push(self, token: int) -> str:
         """The text that this token completes; empty while a character is unfinished."""
+        if token in self._silent:
+            return ""
         self._window.append(token)
         self._fresh += 1
+        if token in self._bytes:
+            return ""
         text = self._decode(self._window)
         if text.endswith(BROKEN):
-            # Once this many tokens did not mend it, only the last of the broken bytes can still become a character.
-            return "" if self._fresh < HELD else self._give(text[:-1])
+            return self._give(text[:-1])
         piece = self._give(text)
         if piece:
             # The window shrinks to the tokens of this piece: enough to decode what follows in its context.
@@ -243,10 +265,19 @@ class TextStream:
             self._fresh = 0
         return piece
 
+    def follow(self, tokens: Iterable[int]) -> None:
+        """Go on behind these tokens. Their text is not returned, but for an unfinished character at their end."""
+        for token in tokens:
+            self.push(token)
+        self._given = self._decode(self._window).rstrip(BROKEN)
+
     def flush(self) -> str:
-        """Return the text still held back when no more tokens come, broken characters shown as U+FFFD."""
-        piece = self._give(self._decode(self._window)) if self._window else ""
-        self._window, self._given, self._fresh = [], "", 0
+        """Return the text still held back, as it is if no more tokens come: broken characters are U+FFFD."""
+        text = self._decode(self._window)
+        piece = self._give(text)
+        # What comes after all goes on behind whole characters.
+        self._window = [] if text.endswith(BROKEN) else self._window[-self._fresh :]
+        self._given, self._fresh = self._decode(self._window), 0
         return piece
 
     def _give(self, text: str) -> str:

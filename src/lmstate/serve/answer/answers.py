@@ -97,8 +97,7 @@ class MarkedText:
         ids = {tokenizer.id_of(marker): marker for marker in markers}
         self._markers = {id: marker for id, marker in ids.items() if id is not None and id in tokenizer.special_ids}
         self._stream: TextStream = tokenizer.stream()
-        for token in before:
-            self._stream.push(token)
+        self._stream.follow(before)
 
     def push(self, token: int) -> str:
         if token in self._markers:
