@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from lmstate.serve.tools.closed_schema import masked
 from lmstate.serve.tools.events import CallArguments, CallStart, Text, Tool
 from lmstate.serve.tools.reader import Parse, Reader
+from lmstate.serve.tools.schema_types import is_text, value_of
 
 LOOKAROUND = re.compile(r"\(\?<?[=!]")
 
@@ -171,27 +172,22 @@ class ArgumentWriter:
     """Writes the arguments of formats that name each parameter by itself as one JSON object, piece by piece."""
 
     def __init__(self, tool: Tool | None) -> None:
-        properties = (tool.parameters if tool else {}).get("properties")
+        self._schema = tool.parameters if tool else {}
+        properties = self._schema.get("properties")
         self._properties = properties if isinstance(properties, dict) else {}
         self._count = 0
 
     def is_text(self, key: str) -> bool:
-        """Whether a parameter's value is written as plain text, as the schema has it (unknown ones are told by eye)."""
-        schema = self._properties.get(key)
-        return isinstance(schema, dict) and schema.get("type") == "string"
+        """Whether a parameter's value is a string whatever it says, so that its text can be passed on as it comes."""
+        return is_text(self._properties.get(key), self._schema)
 
     def key(self, key: str) -> CallArguments:
         self._count += 1
         return CallArguments(("{" if self._count == 1 else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
 
     def value(self, key: str, text: str) -> CallArguments:
-        """A whole value: JSON where it is JSON and the schema does not ask for a string."""
-        if not self.is_text(key):
-            try:
-                return CallArguments(json.dumps(json.loads(text), ensure_ascii=False))
-            except (ValueError, RecursionError):
-                pass
-        return CallArguments(json.dumps(text, ensure_ascii=False))
+        """A whole value, of a type that the schema allows."""
+        return CallArguments(json.dumps(value_of(text, self._properties.get(key), self._schema), ensure_ascii=False))
 
     def end(self) -> CallArguments:
         return CallArguments("}" if self._count else "{}")

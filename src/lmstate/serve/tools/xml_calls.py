@@ -20,6 +20,7 @@ from lmstate.serve.tools.base import (
 )
 from lmstate.serve.tools.events import CallStart, Text, Tool
 from lmstate.serve.tools.reader import Parse, Reader
+from lmstate.serve.tools.schema_types import TYPES, types_of
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class TaggedCalls(ToolFormat):
         newline = "\n" if self.lines else ""
 
         def opening(key: str, schema: dict[str, Any]) -> str:
-            close = f'" string="{"true" if is_text(schema) else "false"}">' if self.name == "dsml" else self.close
+            close = f'" string="{"true" if takes_text(schema) else "false"}">' if self.name == "dsml" else self.close
             return quoted(self.parameter + key + close + newline)
 
         lines = list(parameter_rules(tools, opening, newline, literal(self.parameter_end), "\n"))
@@ -138,11 +139,14 @@ def properties_of(tool: Tool) -> tuple[dict[str, dict[str, Any]], set[str]]:
     properties, required = tool.parameters.get("properties"), tool.parameters.get("required")
     known = properties if isinstance(properties, dict) else {}
     names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
-    return {key: schema if isinstance(schema, dict) else {} for key, schema in known.items()}, names
+    shared = {word: tool.parameters[word] for word in ("$defs", "definitions") if word in tool.parameters}
+    return {key: {**shared, **schema} if isinstance(schema, dict) else {} for key, schema in known.items()}, names
 
 
-def is_text(schema: dict[str, Any]) -> bool:
-    return schema.get("type") == "string"
+def takes_text(schema: dict[str, Any]) -> bool:
+    """Whether a value may be any text: its schema allows strings, and does not allow everything."""
+    types = types_of(schema)
+    return "string" in types and types != TYPES
 
 
 def parameter_rules(
@@ -167,9 +171,10 @@ def value_rule(rule: str, schema: dict[str, Any], strict: bool, newline: str, en
     """A value and the marker that ends it. Plain text runs up to the marker, whether that is a token or text."""
     closing = f"{quoted(newline)} {end}" if newline else end
     words = schema.get("enum")
-    if is_text(schema) and isinstance(words, list) and words:
-        return f"{rule}: ({' | '.join(quoted(str(word)) for word in words)}) {closing}"
-    if not is_text(schema):
+    if takes_text(schema) and isinstance(words, list) and words:
+        texts = [word if isinstance(word, str) else json.dumps(word) for word in words]
+        return f"{rule}: ({' | '.join(map(quoted, texts))}) {closing}"
+    if not takes_text(schema):
         return f"{rule}: {json_term(schema, strict)} {closing}"
     if end.startswith("<["):
         return f"{rule}: /(.|\\n)*/ {end}"
