@@ -10,7 +10,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from lmstate.serve.tools.schema_types import TYPES, types_of, value_of
+from lmstate.serve.answer.schema_bounds import check_schema
+from lmstate.serve.tools.base import json_term
+from lmstate.serve.tools.schema_types import BOUNDS, TYPES, types_of, value_of
+from lmstate.serve.wire.errors import ApiError
 
 DEFS = {
     "$defs": {"name": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}, "maybe": {"$ref": "#/$defs/name"}},
@@ -70,3 +73,29 @@ def test_schemas_that_say_nothing_or_run_in_circles_allow_everything() -> None:
     assert types_of({}) == types_of(True) == types_of({"$ref": "#/$defs/loop"}, DEFS) == TYPES
     assert types_of({"$ref": "elsewhere.json"}) == types_of({"$ref": "#/$defs/none"}, DEFS) == TYPES
     assert value_of("True", {"type": "boolean"}, {}) is True
+
+
+LARGE = 2**53 + 1
+
+
+@pytest.mark.parametrize(
+    "place", [lambda one: one, lambda one: {"properties": {"id": one}}, lambda one: {"anyOf": [one]}]
+)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_integers_that_float64_may_not_hold_are_refused_by_name(place: Any, sign: int) -> None:
+    for strict, schema in [
+        *((both, {"const": sign * LARGE}) for both in (True, False)),
+        *((both, {"enum": [1, sign * LARGE]}) for both in (True, False)),
+        *((both, {"const": {"id": [sign * LARGE]}}) for both in (True, False)),
+        *((True, {word: sign * LARGE}) for word in BOUNDS),
+    ]:
+        word = next(iter(schema))
+        with pytest.raises(ApiError, match=rf"{word} -?{LARGE}"):
+            check_schema(place(schema), "response_format", strict)
+
+
+def test_bounds_that_cannot_be_followed_are_left_out_unless_strict() -> None:
+    schema = {"type": "integer", "minimum": 0, "maximum": 2**64 - 1}
+    check_schema(schema, "tools", strict=False)
+    assert "maximum" not in json_term(schema, strict=False) and "minimum" in json_term(schema, strict=False)
+    check_schema({"maximum": 2**53, "const": -(2**53)}, "tools")

@@ -121,7 +121,7 @@ class Grammars:
 
     def json_schema(self, schema: Any, param: str, strict: bool = True) -> str:
         """The grammar of JSON that fits a schema; unless `strict`, as far as it can be followed."""
-        check_schema(schema, param)
+        check_schema(schema, param, strict)
         return f"start: {json_term(schema, strict)}"
 
     def regex(self, pattern: str, param: str) -> str:
@@ -141,7 +141,7 @@ class Grammars:
         None for the second where the format has no marker that tells the two apart.
         """
         for tool in tools:
-            check_schema(tool.schema, tool.param)
+            check_schema(tool.schema, tool.param, tool.strict)
         rules = format.rules(tools, self.literal)
         more = f"({rules.between} call)*" if parallel else ""
         if required:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from lmstate.serve.tools.schema_types import BOUNDS, is_too_large, target
 from lmstate.serve.wire.errors import ApiError
 
 MAX_SCHEMA_DEPTH = 60
@@ -14,8 +15,11 @@ MAX_REPEATS = 200_000  # of the atoms of a pattern, with nested counts multiplie
 QUANTIFIER = re.compile(r"\{(\d{0,9})(,?)(\d{0,9})\}")
 
 
-def check_schema(schema: Any, param: str) -> None:
-    """A JSON schema of reasonable size. Raises `ApiError`."""
+def check_schema(schema: Any, param: str, strict: bool = True) -> None:
+    """A JSON schema of reasonable size, whose integers a mask can follow. Raises `ApiError`.
+
+    strict: bounds of numbers are followed too; else those that cannot be are left out of the mask.
+    """
     if not isinstance(schema, dict | bool):
         raise ApiError(f"{param} must be a JSON schema, an object", param=param)
     level: list[Any] = [schema]
@@ -36,6 +40,14 @@ def check_schema(schema: Any, param: str) -> None:
             )
         for pattern in _patterns(part):
             check_pattern(pattern, param)
+        for word in ("const", "enum", *(BOUNDS if strict else ())):
+            if word in part and (large := next(filter(is_too_large, _values(part[word])), None)) is not None:
+                raise ApiError(
+                    f"{param} has a schema with {word} {large}: integers beyond 2**53 cannot be told apart by the "
+                    "mask; use a string, or a smaller number",
+                    param=param,
+                    code="unsupported_grammar",
+                )
 
 
 def check_pattern(pattern: str, param: str) -> None:
@@ -93,23 +105,22 @@ class _Alternatives:
         for key in ("anyOf", "oneOf"):
             if isinstance(given := schema.get(key), list):
                 count *= max(sum(map(self.of, given)), 1)
-        for one in [*(given if isinstance(given := schema.get("allOf"), list) else []), self._target(schema)]:
+        for one in [*(given if isinstance(given := schema.get("allOf"), list) else []), self._referred(schema)]:
             count = min(count * self.of(one), MAX_ALTERNATIVES + 1)
         self._known[id(schema)] = min(count, MAX_ALTERNATIVES + 1)
         return self._known[id(schema)]
 
-    def _target(self, schema: dict[str, Any]) -> Any:
+    def _referred(self, schema: dict[str, Any]) -> Any:
         """The schema that a `$ref` within the document names."""
-        name, target = schema.get("$ref"), self._root
-        if not isinstance(name, str) or not name.startswith("#"):
-            return None
-        for step in name.removeprefix("#").split("/")[1:]:
-            step = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list) and step.isdigit() and int(step) < len(target):
-                target = target[int(step)]
-            else:
-                target = target.get(step) if isinstance(target, dict) else None
-        return target
+        name = schema.get("$ref")
+        return target(name, self._root) if isinstance(name, str) else None
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """A value and those inside it."""
+    yield value
+    for child in _children(value):
+        yield from _values(child)
 
 
 def _children(value: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from lmstate.serve.tools.closed_schema import masked
 from lmstate.serve.tools.events import CallArguments, CallStart, Text, Tool
 from lmstate.serve.tools.reader import Parse, Reader
-from lmstate.serve.tools.schema_types import is_text, value_of
+from lmstate.serve.tools.schema_types import BOUNDS, is_text, is_too_large, value_of
 
 LOOKAROUND = re.compile(r"\(\?<?[=!]")
 
@@ -82,7 +82,7 @@ def choice(name: str, tools: Sequence[Tool], term: Callable[[Tool], str]) -> str
 
 def json_term(schema: Any, strict: bool) -> str:
     """JSON that fits a schema, as a term of Lark; unless `strict`, as far as it can be followed."""
-    return "%json " + json.dumps(masked(schema if strict else _without_lookarounds(schema), lenient=not strict))
+    return "%json " + json.dumps(masked(schema if strict else _followed(schema), lenient=not strict))
 
 
 def arguments_term(tool: Tool) -> str:
@@ -90,18 +90,21 @@ def arguments_term(tool: Tool) -> str:
     return json_term(tool.schema, tool.strict)
 
 
-def _without_lookarounds(schema: Any) -> Any:
+def _followed(schema: Any) -> Any:
+    """A schema without what the mask cannot follow: lookarounds, and bounds that float64 may not hold."""
     if isinstance(schema, list):
-        return [_without_lookarounds(one) for one in schema]
+        return [_followed(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
     kept = {}
     for key, value in schema.items():
+        if key in BOUNDS and is_too_large(value):
+            continue
         if key == "pattern" and isinstance(value, str) and LOOKAROUND.search(value):
             continue
         if key == "patternProperties" and isinstance(value, dict):
             value = {pattern: one for pattern, one in value.items() if not LOOKAROUND.search(pattern)}
-        kept[key] = _without_lookarounds(value)
+        kept[key] = _followed(value)
     return kept
 
 

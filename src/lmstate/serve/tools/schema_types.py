@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 TYPES = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+MAX_INTEGER = 2**53  # the mask's library holds numbers as float64, where larger integers run together
 DEEPEST = 32  # references and alternatives that are followed
 NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 
@@ -35,7 +37,7 @@ def types_of(schema: Any, root: Any = None, depth: int = 0) -> frozenset[str]:
     for one in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
         found &= types_of(one, root, depth + 1)
     if isinstance(schema.get("$ref"), str):
-        found &= types_of(_target(schema["$ref"], root), root, depth + 1)
+        found &= types_of(target(schema["$ref"], root), root, depth + 1)
     return found
 
 
@@ -64,6 +66,11 @@ def value_of(text: str, schema: Any, root: Any) -> Any:
     return value
 
 
+def is_too_large(value: Any) -> bool:
+    """Whether a value is an integer that float64 may not hold."""
+    return type(value) is int and abs(value) > MAX_INTEGER
+
+
 def _with_integers(types: set[str]) -> frozenset[str]:
     return frozenset(types | {"integer"} if "number" in types else types) & TYPES
 
@@ -75,7 +82,7 @@ def _type_of(value: Any) -> frozenset[str]:
     return frozenset({NAMES.get(type(value), "null")})
 
 
-def _target(reference: str, root: Any) -> Any:
+def target(reference: str, root: Any) -> Any:
     """The schema that a `$ref` into the same document points to; True, which allows all, if there is none."""
     if not reference.startswith("#"):
         return True
