@@ -44,7 +44,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"run"},
     ],
     "lmstate.serve.openai": [
-        {"fields", "tools", "models"},
+        {"fields", "tools", "models", "token_places"},
         {"chat", "completions"},
         {"responses", "embeddings", "tokens"},
     ],

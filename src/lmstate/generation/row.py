@@ -21,7 +21,7 @@ from lmstate.generation.thinking import Thinking, ThinkingFormat
 from lmstate.language_model import LanguageModel
 from lmstate.speculation.drafter import Draft
 
-CONTEXT = 4  # tokens of the prompt that the text of an answer can depend on: UTF-8 has at most 4 bytes in a character
+CONTEXT = 32  # tokens of the prompt that the text of an answer can depend on: a space, or a run of bytes
 Finish = Literal["eos", "stop", "length", "capacity", "cancelled", "deadline"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from time import time
@@ -16,6 +15,7 @@ from lmstate.serve.answer.handlers import json_response, log
 from lmstate.serve.answer.sampling import check_ids, sampling_params, stops
 from lmstate.serve.answer.service import Service
 from lmstate.serve.openai import fields
+from lmstate.serve.openai.token_places import TokenPlace, TokenPlaces, name_of
 from lmstate.serve.wire.body import wrong
 from lmstate.serve.wire.errors import ApiError, as_api_error
 from lmstate.serve.wire.ids import new_id
@@ -37,23 +37,11 @@ FILL_IN = (
 )
 
 
-class Offsets:
-    """Offsets of tokens in their text, in characters; of a part of one, that of the character."""
-
-    def __init__(self) -> None:
-        self._end = 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def of(self, token: bytes) -> int:
-        begin, self._end = self._end, self._end + len(self._decoder.decode(token))
-        return begin
-
-
 @dataclass
 class Listed:
     """The log probabilities of one choice in a stream."""
 
-    offsets: Offsets = field(default_factory=Offsets)
+    places: TokenPlaces
     _count: int = 0
     _waiting: list[TokenLogprob] = field(default_factory=list)
 
@@ -106,44 +94,46 @@ class Texts:
     def _choice(self, number: int, completion: Completion, index: int, place: int) -> dict[str, Any]:
         prompt = self.prompts[number]
         text, tokens, told = completion.texts[index], completion.tokens[index], None
+        said = self.service.tokenizer.decode(prompt) if self.echo else ""
         if self.logprobs is not None:
             certain = completion.certain[index]
             entries: list[TokenLogprob | None] = list((completion.logprobs or [[]] * (index + 1))[index][:certain])
             tokens = tokens[:certain]
+            start = len(said) if self.echo else 0
+            placed = self._placed(TokenPlaces(self.service.tokenizer, prompt, start), tokens)
             if self.echo:
-                tokens, entries = [*prompt, *tokens], [*(completion.prompt_logprobs or []), *entries]
-            told = self.legacy(tokens, entries, Offsets())
+                placed = [*self._placed(TokenPlaces(self.service.tokenizer), prompt), *placed]
+                entries = [*(completion.prompt_logprobs or []), *entries]
+            told = self.legacy(placed, entries)
         if self.echo:
-            text = self.service.tokenizer.decode(prompt) + text
+            text = said + text
         reason = "stop" if completion.finished[index] in ("eos", "stop") else "length"
         choice = {"index": number * self.keep + place, "text": text, "logprobs": told, "finish_reason": reason}
         ids = {"prompt_token_ids": prompt, "token_ids": completion.tokens[index]}
         return {**choice, **ids} if self.wants_ids else choice
 
-    def legacy(self, tokens: list[int], entries: list[TokenLogprob | None], offsets: Offsets) -> dict[str, Any]:
+    def _placed(self, places: TokenPlaces, tokens: Sequence[int]) -> list[TokenPlace]:
+        return [places.place(token, self.service.grammars.token_bytes(token)) for token in tokens]
+
+    def legacy(self, placed: list[TokenPlace], entries: list[TokenLogprob | None]) -> dict[str, Any]:
         """The log probabilities of completions: parallel lists, the first of a prompt null."""
         return {
-            "tokens": [self._name(token) for token in tokens],
+            "tokens": [place.name for place in placed],
             "token_logprobs": [None if entry is None else max(entry.logprob, -9999.0) for entry in entries],
-            "top_logprobs": [None if entry is None else self._top(entry) for entry in entries],
-            "text_offset": [offsets.of(self.service.grammars.token_bytes(token)) for token in tokens],
+            "top_logprobs": [
+                None if entry is None else self._top(entry, place.name) for place, entry in zip(placed, entries)
+            ],
+            "text_offset": [place.offset for place in placed],
         }
 
-    def _top(self, entry: TokenLogprob) -> dict[str, float]:
-        """The best tokens by their text, the chosen one among them. Of two with one text the better counts."""
-        top = {self._name(entry.token): max(entry.logprob, -9999.0)}
+    def _top(self, entry: TokenLogprob, name: str) -> dict[str, float]:
+        """The best tokens by their text, the chosen one, by its `name`, among them. Of two with one text the better
+        counts."""
+        top = {name: max(entry.logprob, -9999.0)}
         for token, logprob in entry.top:
-            name = self._name(token)
-            top[name] = max(top.get(name, -9999.0), logprob)
+            other = name if token == entry.token else name_of(self.service.grammars.token_bytes(token))
+            top[other] = max(top.get(other, -9999.0), logprob)
         return top
-
-    def _name(self, token: int) -> str:
-        """A token's text; what is no whole character is shown as bytes."""
-        raw = self.service.grammars.token_bytes(token)
-        try:
-            return raw.decode("utf-8")
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The stream: pieces of all prompts as they come, then the usage."""
@@ -175,9 +165,12 @@ class Texts:
                     yield self._chunk(index, self.service.tokenizer.decode(self.prompts[number]), None, None)
                 told = None
                 if self.logprobs is not None:
-                    listed = made.setdefault(index, Listed())
+                    listed = made.get(index)
+                    if listed is None:
+                        prompt = self.prompts[number]
+                        listed = made[index] = Listed(TokenPlaces(self.service.tokenizer, prompt))
                     if entries := listed.fresh(piece):
-                        told = self.legacy([entry.token for entry in entries], list(entries), listed.offsets)
+                        told = self.legacy(self._placed(listed.places, [one.token for one in entries]), list(entries))
                 reason = None
                 if piece.finished is not None:
                     reason = "stop" if piece.finished in ("eos", "stop") else "length"
