@@ -98,3 +98,30 @@ def test_who_ends_with_its_first_token_waits_for_no_step_of_others() -> None:
         engine._scheduler._decode = held  # type: ignore[method-assign]
         asyncio.run(asyncio.wait_for(ask(), 30))
         stream.cancel()
+
+
+def test_what_is_reused_is_known_before_the_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt, go = ours("llama"), list(range(1, 60)), Event()
+    with lmstate.Engine(model) as engine:
+        engine.submit(prompt, max_new_tokens=1).result(300)
+        read = engine._scheduler._read
+        monkeypatch.setattr(engine._scheduler, "_read", lambda: go.wait(300) and read())
+        request = engine.submit([*prompt, 1, 2, 3], max_new_tokens=1)
+        reused = asyncio.run(asyncio.wait_for(request.begun(), 300))
+        assert request.progress == (reused, 62)
+        go.set()
+        assert (reused, request.result(300).usage.reused) == (59, 59)
+        request.cancel()
+
+
+def test_a_request_that_ends_before_it_begins_reuses_nothing() -> None:
+    (request,) = made(delivery := Delivery(), 1)
+
+    async def run() -> int:
+        waiting = asyncio.create_task(request.begun())
+        await asyncio.sleep(0)
+        request.finish(DONE)
+        delivery.deliver()
+        return await asyncio.wait_for(waiting, 300)
+
+    assert asyncio.run(run()) == 0

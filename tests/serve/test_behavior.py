@@ -294,6 +294,24 @@ def test_a_waiting_stream_tells_its_progress_in_comments(engine: Engine) -> None
         assert go.is_set() and events(text)[-1][1] == "[DONE]"
 
 
+def test_the_first_event_of_messages_counts_what_is_cached_and_pings_go_on_until_it_is_known(engine: Engine) -> None:
+    with running(engine, BASE) as server, server.client() as client:
+        whole = client.post("/v1/messages", json={**CHAT, "model": "tiny"}).json()
+        go, text = held(engine), ""
+        with client.stream("POST", "/v1/messages", json={**CHAT, "model": "tiny", "stream": True}) as answer:
+            for piece in answer.iter_text():
+                text += piece
+                if "event: ping" in text:
+                    go.set()
+        told = [value for name, value in events(text) if name != "ping"]
+        first, last = told[0]["message"]["usage"], told[-2]["usage"]
+        assert first["cache_read_input_tokens"] > 0
+        assert first["input_tokens"] + first["cache_read_input_tokens"] == whole["usage"]["input_tokens"]
+        assert {key: last[key] for key in first if key != "output_tokens"} == {
+            key: value for key, value in first.items() if key != "output_tokens"
+        }
+
+
 def test_more_requests_than_the_queue_holds_are_told_to_come_again(engine: Engine) -> None:
     with running(engine, BASE) as server, server.client() as client:
         go = held(engine)

@@ -31,6 +31,7 @@ class Request:
         self.prompt = prompt
         self.cancelled = False
         self.computed = 0  # tokens of the prompt, reused ones included; the engine counts
+        self.reused: int | None = None  # tokens of the prompt that were not computed again; None before it is begun
         self.end_of_thinking: ThinkingFormat | None = None  # set where the section is to end now
         self._wake, self._delivery, self._thinking = wake, delivery, thinking
         self._changed = Condition()
@@ -76,9 +77,13 @@ class Request:
 
     async def wait(self) -> Completion:
         """`result()` for asyncio."""
-        while not self.done:
-            await self._more(len(self._pieces), only_end=True)
+        await self._until(lambda: False, only_end=True)
         return self._outcome()
+
+    async def begun(self) -> int:
+        """Wait until its prompt is begun; return how many of its tokens are reused. One that ends before reuses 0."""
+        await self._until(lambda: self.reused is not None)
+        return self.reused or 0
 
     def __await__(self) -> Generator[Any, None, Completion]:
         return self.wait().__await__()
@@ -98,7 +103,7 @@ class Request:
     async def __aiter__(self) -> AsyncIterator[Piece]:
         at = 0
         while True:
-            await self._more(at)
+            await self._until(lambda at=at: len(self._pieces) > at)  # type: ignore[misc]
             new = self._pieces[at:]
             if not new:
                 self._outcome()
@@ -108,6 +113,11 @@ class Request:
             at += len(new)
 
     # ---- for the engine
+
+    def begin(self, reused: int) -> None:
+        """Its prompt is read from now on, so many of its tokens known."""
+        self.reused = reused
+        self._delivery.add(self.tell)
 
     def push(self, piece: Piece) -> None:
         """One more piece, which its readers hear of with the next delivery."""
@@ -155,12 +165,12 @@ class Request:
         assert self._completion is not None
         return self._completion
 
-    async def _more(self, at: int, only_end: bool = False) -> None:
-        """Wait until there are more than `at` pieces, or no more will come."""
+    async def _until(self, reached: Callable[[], bool], only_end: bool = False) -> None:
+        """Wait until something that was told of is `reached`, or the request is done."""
         loop = asyncio.get_running_loop()
         while True:
             with self._changed:
-                if self.done or (not only_end and len(self._pieces) > at):
+                if self.done or reached():
                     return
                 waiter: asyncio.Future[None] = loop.create_future()
                 self._waiters.append(((loop, waiter), only_end))

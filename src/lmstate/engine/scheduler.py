@@ -87,6 +87,7 @@ class Scheduler:
             self._end_early()
             self._seat()
             self._admit()
+            self._delivery.deliver()  # how much of a prompt is reused is known before it is read
             self._read()
             self._delivery.deliver()  # who ended does not wait for the step that follows
             self._decode()
@@ -191,6 +192,7 @@ class Scheduler:
         job.passed()
         self.reading.append(job)
         job.state = self._reuse.begin(job)
+        job.request.begin(job.reuse.reused)
         self._spare = -1
         self.counts["reused_tokens"] += job.reuse.reused
         if job.at == len(job.prompt):

@@ -135,10 +135,11 @@ class MessageAnswer:
         }
 
     async def events(self, service: Service) -> AsyncIterator[bytes]:
+        reused = await self.task.request.begun()  # clients count the input by this event; pings go on meanwhile
         usage = {
-            "input_tokens": len(self.task.prompt.tokens),
+            "input_tokens": len(self.task.prompt.tokens) - reused,
             "output_tokens": 0,
-            "cache_read_input_tokens": 0,
+            "cache_read_input_tokens": reused,
             "cache_creation_input_tokens": 0,
         }
         message = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
