@@ -28,7 +28,7 @@ from lmstate.files.safetensors import DTYPES, TensorFile
 from lmstate.ops.types.weight import Weight
 from lmstate.ops.weights.grouped import weight_from_tensors
 
-FORMAT = 7  # of everything in the cache; raise it when a file's meaning changes, and old ones are made again
+FORMAT = 8  # of everything in the cache; raise it when a file's meaning changes, and old ones are made again
 LINE = 64  # bytes of a cache line
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SPARE_BYTES = 2**30  # leave this many bytes of the disk free

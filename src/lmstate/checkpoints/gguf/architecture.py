@@ -52,9 +52,10 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 HFConfig = dict[str, Any]
 Tensors = dict[str, TensorPlace]
 Extra = Callable[[Config, str, HFConfig, Tensors], None]
-Change = Literal["convolution", "vector", "decay", "decay vector", "one more"]
+Change = Literal["convolution", "vector", "decay", "decay vector", "rate", "one more"]
 """Change that the converter made to a tensor: it took the middle axis out of a convolution's taps [F, 1, C], it gave a
-vector another shape, it stored -exp(A_log) for A_log, or both of these, or it added 1 to a norm's weight."""
+vector another shape, it stored -exp(A_log) for A_log, or both of these, it stored exp(A_log), or it added 1 to a norm's
+weight."""
 
 
 Spans = Literal["rows", "row each", "columns"]
@@ -87,7 +88,8 @@ class HeadTiling:
 class Architecture:
     """One value of `general.architecture`.
 
-    `layer`: GGUF name inside a block -> Hugging Face name inside a layer, without `.weight`/`.bias`.
+    `layer`: GGUF name inside a block -> Hugging Face name inside a layer, without `.weight`/`.bias`. `{expert}` in it
+    stands for each expert of a tensor, `{qkv}` for q, k and v, which the tensor holds one after the other.
     `paired`: the converter reordered rows of q and k from halves to neighboring pairs, for ggml's rope.
     `whole`: the same as `layer` for names whose endings differ, with them. `outside`: the tensors outside of blocks.
     `layers`: what comes before a layer's number. `changed`: end of a Hugging Face name -> what the converter changed.
@@ -117,23 +119,35 @@ class Architecture:
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Location of a Hugging Face tensor in a GGUF file: a tensor, one expert of it, and what was done to it."""
+    """Location of a Hugging Face tensor in a GGUF file: a tensor, an expert or some rows of it, and its change.
+
+    `rows`: the first and how many.
+    """
 
     place: TensorPlace
     expert: int | None = None
     paired_heads: int | None = None
     change: Change | None = None
     tiled: HeadTiling | None = None
+    rows: tuple[int, int] | None = None
+
+    @property
+    def start(self) -> int:
+        """The first byte in the file."""
+        first = self.expert if self.rows is None else self.rows[0]
+        return self.place.start + self.place.nbytes // self.place.shape[0] * first if first else self.place.start
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
+        if self.rows is not None:
+            return (self.rows[1], *self.place.shape[1:])
         return self.place.shape if self.expert is None else self.place.shape[1:]
 
     @property
     def shape(self) -> tuple[int, ...]:
         shape = self.stored_shape
         if self.change == "convolution":
-            return (*shape[:-1], 1, shape[-1])
+            return (math.prod(shape[:-1]), 1, shape[-1])
         return (math.prod(shape),) if self.change in ("vector", "decay vector") else shape
 
 

@@ -29,10 +29,13 @@ from lmstate.checkpoints.gguf.architecture import (
 )
 from lmstate.checkpoints.gguf.architectures.delta import DELTAS
 from lmstate.checkpoints.gguf.architectures.dense import DENSE
+from lmstate.checkpoints.gguf.architectures.latent import LATENTS
+from lmstate.checkpoints.gguf.architectures.llama_like import LLAMA_LIKE
 from lmstate.checkpoints.gguf.architectures.mamba import HYBRIDS
 from lmstate.checkpoints.gguf.architectures.moe import MIXTURES
 from lmstate.checkpoints.gguf.architectures.older import OLDER
 from lmstate.checkpoints.gguf.architectures.shared_kv import SHARED
+from lmstate.checkpoints.gguf.architectures.sparse import SPARSER
 from lmstate.checkpoints.gguf.architectures.windowed import WINDOWS_AND_LATENTS
 from lmstate.checkpoints.gguf.reader import GgufContents, TensorPlace
 from lmstate.checkpoints.gguf.special_ids import special_id
@@ -121,6 +124,9 @@ ARCHITECTURES = {
     **WINDOWS_AND_LATENTS,
     **SHARED,
     **OLDER,
+    **LLAMA_LIKE,
+    **SPARSER,
+    **LATENTS,
 }
 
 
@@ -280,6 +286,9 @@ def _located(
             yield outside.format(each=each), TensorLocation(place, each)
         return
     full = f"{arch.layers}.{match[1]}.{inside}"
+    if "{qkv}" in full:
+        yield from _qkv(full, name, place, config, where)
+        return
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]} if arch.paired else {}
     paired = heads.get(match[3])
     if paired is not None and (not paired or place.shape[0] % (2 * paired)):
@@ -292,6 +301,22 @@ def _located(
         raise ModelError(f"{where}: tensor {name!r} has the shape {place.shape}, not one matrix per expert")
     for expert in range(place.shape[0]):
         yield full.format(expert=expert), TensorLocation(place, expert)
+
+
+def _qkv(
+    full: str, name: str, place: TensorPlace, config: dict[str, Any], where: str
+) -> Iterator[tuple[str, TensorLocation]]:
+    """Queries, keys and values of a tensor that holds all three, one after the other."""
+    kv_width = config["num_key_value_heads"] * config["head_dim"]
+    widths = {"q": config["num_attention_heads"] * config["head_dim"], "k": kv_width, "v": kv_width}
+    if place.shape[0] != sum(widths.values()):
+        raise ModelError(
+            f"{where}: tensor {name!r} has {place.shape[0]} rows, and {widths} make {sum(widths.values())}"
+        )
+    first = 0
+    for part, width in widths.items():
+        yield full.format(qkv=part), TensorLocation(place, rows=(first, width))
+        first += width
 
 
 def _change(arch: Architecture, name: str) -> Change | None:

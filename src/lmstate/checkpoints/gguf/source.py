@@ -75,10 +75,7 @@ class GgufSource:
 
     def read(self, name: str) -> Tensor | GroupedQuant:
         located = self._tensors[name]
-        place, shape = located.place, located.stored_shape
-        offset = (
-            place.start if located.expert is None else place.start + place.nbytes // place.shape[0] * located.expert
-        )
+        place, shape, offset = located.place, located.stored_shape, located.start
         form = FORMATS[place.format]
         if form.dtype is not None:
             numbers: Tensor | GroupedQuant = self._files[place.part].tensor(offset, shape, form.dtype)
@@ -105,6 +102,10 @@ class GgufSource:
             if not bool((whole < 0).all()):
                 raise ModelError(f"{self.path} is damaged: the rates of decay in {name!r} must be negative")
             whole = whole.float().neg().log()
+        if located.change == "rate":
+            if not bool((whole > 0).all()):
+                raise ModelError(f"{self.path} is damaged: the rates in {name!r} must be positive")
+            whole = whole.float().log()
         if located.change == "one more":
             whole = whole.float() - 1.0
         return whole.reshape(located.shape)
@@ -129,6 +130,7 @@ class GgufSource:
                     at.change,
                 ),
                 at.tiled and astuple(at.tiled),
+                at.rows,
             ]
             for name, at in self._tensors.items()
         }
@@ -143,9 +145,10 @@ class GgufSource:
     def from_json(cls, path: Path, memory: dict[str, Any], tokenizer: TokenizerFiles | None) -> GgufSource:
         tensors = {
             name: TensorLocation(
-                TensorPlace(tuple(shape), format_, start, part), expert, heads, change, tiled and HeadTiling(*tiled)
+                *(TensorPlace(tuple(shape), format_, start, part), expert, heads, change),
+                *(tiled and HeadTiling(*tiled), rows and tuple(rows)),
             )
-            for name, (part, start, shape, format_, expert, heads, change, tiled) in memory["tensors"].items()
+            for name, (part, start, shape, format_, expert, heads, change, tiled, rows) in memory["tensors"].items()
         }
         return cls(path, memory["config"], memory["generation"], tensors, tokenizer, tuple(memory["notes"]))
 

@@ -59,6 +59,8 @@ def mixture(w: WeightLoader, prefix: str, shape: b.Dims, config: Config) -> Mixt
         config.int("moe_top_k", low=1, high=count, default=1),
         normalize=power is not None,
     )
+    if w.has(f"{prefix}.experts.0.gate_proj.weight"):  # as GGUF has them
+        return MixtureOfExperts(router, b.experts(w, f"{prefix}.experts", count, shape.hidden, inner, act))
     inside = f"{prefix}.experts.mlp"
     for name in ("w1", "v1", "w2"):
         w.expect(f"{inside}.{name}", (count * inner, shape.hidden))

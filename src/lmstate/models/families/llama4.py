@@ -59,20 +59,25 @@ def build(w: WeightLoader) -> Model:
         w.expect(name, (count, *reversed(size)))
         return w.derived(f"{name}[{index}]", name, make=transposed, shape=size)
 
+    def experts(prefix: str) -> list[FeedForward]:
+        if w.has(f"{prefix}.0.gate_proj.weight"):  # as GGUF has them
+            return b.experts(w, prefix, count, shape.hidden, inner, act)
+        return [
+            MLP(
+                expert(f"{prefix}.gate_up_proj", each, (2 * inner, shape.hidden)),
+                expert(f"{prefix}.down_proj", each, (shape.hidden, inner)),
+                act,
+            )
+            for each in range(count)
+        ]
+
     def feed_forward(index: int, prefix: str) -> FeedForward:
         if index not in sparse:
             return b.mlp(w, prefix, shape.hidden, dense_inner, act)
         gate = FloatWeight(w.tensor(f"{prefix}.router.weight", (count, shape.hidden)))
         return MixtureOfExperts(
             Router(gate, config.int("num_experts_per_tok", low=1, high=count), "sigmoid"),
-            [
-                MLP(
-                    expert(f"{prefix}.experts.gate_up_proj", each, (2 * inner, shape.hidden)),
-                    expert(f"{prefix}.experts.down_proj", each, (shape.hidden, inner)),
-                    act,
-                )
-                for each in range(count)
-            ],
+            experts(f"{prefix}.experts"),
             shared=b.mlp(w, f"{prefix}.shared_expert", shape.hidden, inner, act),
             scale_input=True,
         )

@@ -83,7 +83,8 @@ def build(w: WeightLoader) -> Model:
         return b.pre_norm(norms, mixer, feed_forward, names)(shape.layers, layer)
 
     heads = b.prediction_heads(w, shape, norms, _head_names(w), head_block)
-    return b.decoder(w, shape, b.pre_norm(norms, mixer, feed_forward), heads=heads)
+    ignore = b.mtp_tensors(config, shape)
+    return b.decoder(w, shape, b.pre_norm(norms, mixer, feed_forward), heads=heads, ignore=ignore)
 
 
 def _head_names(w: WeightLoader) -> Iterator[b.HeadNames]:
@@ -98,9 +99,10 @@ def narrow_attention(w: WeightLoader, prefix: str, shape: b.Dims, rope: Rope) ->
     config = w.config
     value_dim = config.int("v_head_dim", low=1, high=shape.head_dim)
     widths = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.kv_heads * value_dim
-    names = [f"{prefix}.{part}_proj" for part in "qkv"]
+    names = [f"{prefix}.{part}_proj" for part in ("qkv" if w.has(f"{prefix}.q_proj.weight") else ["qkv"])]
+    height = widths if len(names) > 1 else sum(widths)
     return NarrowValues(
-        w.linear(*(f"{name}.weight" for name in names), shape=(widths, shape.hidden)),
+        w.linear(*(f"{name}.weight" for name in names), shape=(height, shape.hidden)),
         w.linear(f"{prefix}.o_proj.weight", shape=(shape.hidden, shape.heads * value_dim)),
         shape.heads,
         shape.kv_heads,

@@ -75,10 +75,11 @@ def build(w: WeightLoader) -> Model:
 def lightning(w: WeightLoader, prefix: str, shape: b.Dims, index: int) -> Lightning:
     """Heads forget ever more slowly from the first to the last, and all of them more slowly in later layers."""
     width = shape.heads * shape.head_dim
+    out = b.first_present(w, f"{prefix}.out_proj.weight", f"{prefix}.o_proj.weight")  # the second in GGUF
     rates = 2.0 ** (-8.0 / shape.heads * torch.arange(1, shape.heads + 1, dtype=torch.float32))  # [H], as in ALiBi
     return Lightning(
         w.linear(f"{prefix}.qkv_proj.weight", f"{prefix}.output_gate.weight", shape=((3 * width, width), shape.hidden)),
-        w.linear(f"{prefix}.out_proj.weight", shape=(shape.hidden, width)),
+        w.linear(out, shape=(shape.hidden, width)),
         (rates * (1 - index / (shape.layers - 1 + 1e-5) + 1e-5)).to(w.device),
         b.norm(w, f"{prefix}.norm.weight", width, GATED_NORM_EPS),
         shape.head_dim,

@@ -29,7 +29,7 @@ PHI_OUTSIDE = {
 ONE_MORE: dict[str, Change] = {"norm.weight": "one more"}
 
 
-def _biases(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+def bias_flags(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     """Bias flags of the config, from the tensors that are there."""
     config |= {
         "attention_bias": "blk.0.attn_q.bias" in tensors,
@@ -39,8 +39,8 @@ def _biases(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -
     }
 
 
-def _relu2(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
-    _biases(metadata, prefix, config, tensors)
+def relu2(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    bias_flags(metadata, prefix, config, tensors)
     config["hidden_act"] = "relu2"
 
 
@@ -60,7 +60,7 @@ def _phi(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> N
 def _glm4(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     if metadata.given(f"{prefix}.rope.dimension_sections"):
         raise ModelError(f"{metadata.where} is the text model of GLM-4V, whose heads lie otherwise; lmstate has none")
-    _biases(metadata, prefix, config, tensors)
+    bias_flags(metadata, prefix, config, tensors)
 
 
 def _exaone4(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
@@ -69,7 +69,7 @@ def _exaone4(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) 
 
 
 def _command_r(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
-    _biases(metadata, prefix, config, tensors)
+    bias_flags(metadata, prefix, config, tensors)
     config["logit_scale"] = metadata.float(f"{prefix}.logit_scale", default=0.0625)
     config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors
 
@@ -91,7 +91,7 @@ def _mistral3(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors)
 
 
 def _apertus(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
-    _biases(metadata, prefix, config, tensors)
+    bias_flags(metadata, prefix, config, tensors)
     config["hidden_act"] = "xielu"
     # What the activation of each layer has learned, which are tensors elsewhere.
     for name in ("alpha_p", "alpha_n", "beta", "eps"):
@@ -120,9 +120,7 @@ DENSE = {
         },
         extra=_apertus,
     ),
-    "arcee": Architecture(
-        "arcee", "ArceeForCausalLM", {**ATTENTION, **PRE_NORMS, **UNGATED}, paired=True, extra=_relu2
-    ),
+    "arcee": Architecture("arcee", "ArceeForCausalLM", {**ATTENTION, **PRE_NORMS, **UNGATED}, paired=True, extra=relu2),
     "command-r": Architecture(
         "cohere",
         "CohereForCausalLM",
@@ -130,7 +128,7 @@ DENSE = {
         extra=_command_r,
         eps="layer_norm_eps",
     ),
-    "ernie4_5": Architecture("ernie4_5", "Ernie4_5ForCausalLM", extra=_biases),
+    "ernie4_5": Architecture("ernie4_5", "Ernie4_5ForCausalLM", extra=bias_flags),
     "exaone4": Architecture(
         "exaone4", "Exaone4ForCausalLM", {**ATTENTION, **MLP, **HEAD_NORMS, **AFTER}, extra=_exaone4
     ),
@@ -152,14 +150,14 @@ DENSE = {
         "hunyuan_v1_dense",
         "HunYuanDenseV1ForCausalLM",
         {**STANDARD, "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
-        extra=_biases,
+        extra=bias_flags,
     ),
     "mistral3": Architecture("ministral3", "Ministral3ForCausalLM", paired=True, extra=_mistral3),
     "nemotron": Architecture(
         "nemotron",
         "NemotronForCausalLM",
         {**ATTENTION, **PRE_NORMS, **UNGATED},
-        extra=_relu2,
+        extra=relu2,
         outside=BIASED_NORM,
         changed=ONE_MORE,
         eps="norm_eps",
@@ -183,13 +181,13 @@ DENSE = {
     ),
     "qwen2vl": Architecture("qwen2_vl_text", "Qwen2VLForConditionalGeneration"),
     "qwen3vl": Architecture(
-        "qwen3_vl_text", "Qwen3VLForConditionalGeneration", {**STANDARD, **HEAD_NORMS}, extra=_biases
+        "qwen3_vl_text", "Qwen3VLForConditionalGeneration", {**STANDARD, **HEAD_NORMS}, extra=bias_flags
     ),
     "seed_oss": Architecture(
         "seed_oss",
         "SeedOssForCausalLM",
         {**ATTENTION, **MLP, "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"},
-        extra=_biases,
+        extra=bias_flags,
     ),
     "stablelm": Architecture(
         "stablelm",

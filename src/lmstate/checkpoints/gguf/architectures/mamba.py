@@ -107,7 +107,7 @@ def _granite_config(metadata: Config, prefix: str, config: HFConfig, tensors: Te
     spaces = layers_with("ssm_in.weight", tensors)
     experts = metadata.int(f"{prefix}.expert_count", 0, 4096, default=0)
     shared = tensors.get("blk.0.ffn_up_shexp.weight" if experts else "blk.0.ffn_up.weight")
-    if shared is None:
+    if shared is None and not (experts and prefix == "granitemoe"):
         raise ModelError(f"{metadata.where} has no shared feed-forward part in layer 0; the file is incomplete")
     if spaces:
         _bamba(metadata, prefix, config)
@@ -115,7 +115,7 @@ def _granite_config(metadata: Config, prefix: str, config: HFConfig, tensors: Te
     config |= {
         "layer_types": ["mamba" if layer in spaces else "attention" for layer in range(layers)],
         "position_embedding_type": "rope" if rotary or not spaces else "nope",
-        "shared_intermediate_size": shared.shape[0],
+        "shared_intermediate_size": 0 if shared is None else shared.shape[0],
         "num_local_experts": experts,
         "num_experts": experts,
         "num_experts_per_tok": metadata.int(f"{prefix}.expert_used_count", 0, 4096, default=0),
@@ -274,6 +274,9 @@ HYBRIDS = {
         hybrid=True,
     ),
     "granite": Architecture(
+        "granitemoehybrid", "GraniteMoeHybridForCausalLM", GRANITE, paired=True, extra=_granite_config
+    ),
+    "granitemoe": Architecture(
         "granitemoehybrid", "GraniteMoeHybridForCausalLM", GRANITE, paired=True, extra=_granite_config
     ),
     "granitehybrid": Architecture(

@@ -25,17 +25,17 @@ from lmstate.checkpoints.gguf.architecture import (
 SPARSE = {**ATTENTION, **PRE_NORMS, **EXPERTS, "ffn_gate_inp": "mlp.gate"}
 
 
-def _shared(name: str) -> dict[str, str]:
+def shared(name: str) -> dict[str, str]:
     """The part that every token goes through, beside experts; `name`: what it is called in a layer."""
     return {f"ffn_{part}_shexp": f"{name}.{part}_proj" for part in ("gate", "up", "down")}
 
 
-SHARED = _shared("mlp.shared_experts")
+SHARED = shared("mlp.shared_experts")
 DEEPSEEK = {**SPARSE, **MLP, **HEAD_NORMS, **SHARED, **NEXTN}
 CORRECTION = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 
 
-def _experts(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+def experts(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     config |= {
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "num_experts": metadata.int(f"{prefix}.expert_count", 1, 4096),
@@ -47,31 +47,31 @@ def _experts(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) 
 
 
 def _qwen2_moe(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
-    _experts(metadata, prefix, config, tensors)
+    experts(metadata, prefix, config, tensors)
     common = metadata.int(f"{prefix}.expert_shared_feed_forward_length", 1, MOST_WIDTH)
     config |= {"shared_expert_intermediate_size": common, "norm_topk_prob": False}
     del config["attention_bias"]  # which would be of the output as well
 
 
 def _qwen3_vl_moe(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
-    _experts(metadata, prefix, config, tensors)
+    experts(metadata, prefix, config, tensors)
     config["norm_topk_prob"] = True
 
 
 def _olmoe(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
-    _experts(metadata, prefix, config, tensors)
+    experts(metadata, prefix, config, tensors)
     clip = metadata.float(f"{prefix}.attention.clamp_kqv", low=0.0, default=None)
     config |= {"norm_topk_prob": False, "clip_qkv": clip}
 
 
 def _minimax_m2(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
-    _experts(metadata, prefix, config, tensors)
+    experts(metadata, prefix, config, tensors)
     config["intermediate_size"] = config["moe_intermediate_size"]
 
 
-def _deepseek(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+def deepseek_experts(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     """Config of the models with DeepSeek-V3's experts; heads for multi-token prediction count as blocks."""
-    _experts(metadata, prefix, config, tensors)
+    experts(metadata, prefix, config, tensors)
     drafts = metadata.int(f"{prefix}.nextn_predict_layers", 0, config["num_hidden_layers"] - 1, default=0)
     groups = metadata.int(f"{prefix}.expert_group_count", 1, 4096, default=1)
     config |= {
@@ -87,25 +87,25 @@ def _deepseek(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors)
 
 
 def _glm4_moe(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
-    _deepseek(metadata, prefix, config, tensors)
+    deepseek_experts(metadata, prefix, config, tensors)
     config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors
 
 
 def _dots1(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
-    _deepseek(metadata, prefix, config, tensors)
+    deepseek_experts(metadata, prefix, config, tensors)
     config["sliding_window"] = metadata.int(f"{prefix}.attention.sliding_window", 1, default=None)
 
 
 def _exaone_moe(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     blocks = config["num_hidden_layers"]
-    _deepseek(metadata, prefix, config, tensors)
+    deepseek_experts(metadata, prefix, config, tensors)
     config["num_shared_experts"] = config["n_shared_experts"]
     config["sliding_window"] = metadata.int(f"{prefix}.attention.sliding_window", 1)
     config["layer_types"] = layer_kinds(metadata, prefix, config["num_hidden_layers"], blocks)
 
 
 def _ernie(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
-    _experts(metadata, prefix, config, tensors)
+    experts(metadata, prefix, config, tensors)
     config |= {
         "use_bias": "blk.0.attn_q.bias" in tensors,
         "moe_num_shared_experts": metadata.int(f"{prefix}.expert_shared_count", 0, 4096, default=0),
@@ -115,7 +115,7 @@ def _ernie(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) ->
 
 
 def _afmoe(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
-    _experts(metadata, prefix, config, tensors)
+    experts(metadata, prefix, config, tensors)
     config |= {
         "num_dense_layers": metadata.int(f"{prefix}.leading_dense_block_count", 0, MOST_LAYERS, default=0),
         "num_shared_experts": metadata.int(f"{prefix}.expert_shared_count", 0, 4096, default=0),
@@ -128,7 +128,7 @@ def _afmoe(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) ->
 
 
 def _hunyuan_moe(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
-    _experts(metadata, prefix, config, tensors)
+    experts(metadata, prefix, config, tensors)
     config["moe_topk"] = config["num_experts_per_tok"]
 
 
@@ -152,7 +152,7 @@ MIXTURES = {
         "Qwen2MoeForCausalLM",
         {
             **SPARSE,
-            **_shared("mlp.shared_expert"),
+            **shared("mlp.shared_expert"),
             "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
         },
         extra=_qwen2_moe,
@@ -192,7 +192,7 @@ MIXTURES = {
             "ffn_gate_inp": "mlp.gate.wg",
             "attn_q_norm": "self_attn.query_layernorm",
             "attn_k_norm": "self_attn.key_layernorm",
-            **_shared("mlp.shared_mlp"),
+            **shared("mlp.shared_mlp"),
         },
         extra=_hunyuan_moe,
     ),

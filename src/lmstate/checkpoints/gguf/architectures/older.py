@@ -11,7 +11,7 @@ from lmstate.checkpoints.gguf.architecture import ATTENTION, MLP, OUTSIDE, PRE_N
 PARTS = ("weight", "bias")
 
 
-def _gpt2(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+def gpt2(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     config |= {
         "n_inner": config["intermediate_size"],
         "n_positions": config["max_position_embeddings"],
@@ -66,6 +66,28 @@ def _cohere2(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) 
     }
 
 
+GPT2 = Architecture(
+    "gpt2",
+    "GPT2LMHeadModel",
+    {
+        "attn_norm": "ln_1",
+        "attn_qkv": "attn.c_attn",
+        "attn_output": "attn.c_proj",
+        "ffn_norm": "ln_2",
+        "ffn_up": "mlp.c_fc",
+        "ffn_down": "mlp.c_proj",
+    },
+    extra=gpt2,
+    outside={
+        "token_embd.weight": "transformer.wte.weight",
+        "position_embd.weight": "transformer.wpe.weight",
+        **{f"output_norm.{part}": f"transformer.ln_f.{part}" for part in PARTS},
+        "output.weight": "lm_head.weight",
+    },
+    layers="transformer.h",
+    eps="layer_norm_epsilon",
+)
+
 OLDER = {
     "cohere2": Architecture(
         "cohere2",
@@ -94,27 +116,7 @@ OLDER = {
         layers="transformer.h",
         eps="layer_norm_epsilon",
     ),
-    "gpt2": Architecture(
-        "gpt2",
-        "GPT2LMHeadModel",
-        {
-            "attn_norm": "ln_1",
-            "attn_qkv": "attn.c_attn",
-            "attn_output": "attn.c_proj",
-            "ffn_norm": "ln_2",
-            "ffn_up": "mlp.c_fc",
-            "ffn_down": "mlp.c_proj",
-        },
-        extra=_gpt2,
-        outside={
-            "token_embd.weight": "transformer.wte.weight",
-            "position_embd.weight": "transformer.wpe.weight",
-            **{f"output_norm.{part}": f"transformer.ln_f.{part}" for part in PARTS},
-            "output.weight": "lm_head.weight",
-        },
-        layers="transformer.h",
-        eps="layer_norm_epsilon",
-    ),
+    "gpt2": GPT2,
     "gptneox": Architecture(
         "gpt_neox",
         "GPTNeoXForCausalLM",

@@ -63,7 +63,7 @@ def _gpt_oss(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) 
         config["rope_scaling"]["truncate"] = False
 
 
-def _deepseek2(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+def deepseek2(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     rope_dim = metadata.int(f"{prefix}.rope.dimension_count", 2, MOST_WIDTH)
     # Files of 2025 on give the widths of latents as key and value length, and those of heads apart.
     ending = "_mla" if f"{prefix}.attention.key_length_mla" in metadata else ""
@@ -150,7 +150,7 @@ WINDOWS_AND_LATENTS = {
             "attn_output": "self_attn.o_proj",
         },
         also=("deepseek_v3",),
-        extra=_deepseek2,
+        extra=deepseek2,
         whole={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
     ),
 }

@@ -1,0 +1,106 @@
+"""Dense models in GGUF that are a family here under another name, or nearly: Llama's, GLM's, Granite's, GPT-2's."""
+
+from __future__ import annotations
+
+from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.gguf.architecture import (
+    ATTENTION,
+    PRE_NORMS,
+    STANDARD,
+    Architecture,
+    HFConfig,
+    Tensors,
+)
+from lmstate.checkpoints.gguf.architectures.dense import BIASED_NORM, UNGATED, bias_flags, relu2
+from lmstate.checkpoints.gguf.architectures.older import GPT2, gpt2
+from lmstate.errors import ModelError
+
+FUSED = {"attn_qkv": "self_attn.{qkv}_proj"}
+
+
+def _baichuan(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    if config["num_hidden_layers"] == 40:  # which is how llama.cpp tells them apart
+        raise ModelError(f"{metadata.where} is a Baichuan of 13B, whose scores fall with the distance (ALiBi)")
+
+
+def _orion(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    config |= {"use_qkv_bias": False, "qk_layernorm": False, "use_parallel_residual": False}
+
+
+def _qwen(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    """The width in the file is that of gate and up together."""
+    if (up := tensors.get("blk.0.ffn_up.weight")) is not None:
+        config["intermediate_size"] = up.shape[0]
+
+
+def _chatglm(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    config["attention_bias"] = "blk.0.attn_qkv.bias" in tensors or "blk.0.attn_q.bias" in tensors
+
+
+def _minicpm(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    """Files of 2024 leave the scales out; they are then those of the models of that time."""
+    depth = config["num_hidden_layers"]
+    config |= {
+        "attention_multiplier": config["head_dim"] ** -0.5,
+        "embedding_multiplier": metadata.float(f"{prefix}.embedding_scale", default=12.0),
+        "residual_multiplier": metadata.float(f"{prefix}.residual_scale", default=1.4 / depth**0.5),
+        "logits_scaling": metadata.float(f"{prefix}.logit_scale", default=config["hidden_size"] / 256),
+    }
+
+
+def _starcoder(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    gpt2(metadata, prefix, config, tensors)
+    config |= {"multi_query": config["num_key_value_heads"] == 1, "activation_function": "gelu_pytorch_tanh"}
+
+
+LLAMA_LIKE = {
+    "baichuan": Architecture("llama", "LlamaForCausalLM", paired=True, extra=_baichuan),
+    "chatglm": Architecture(
+        "glm",
+        "GlmForCausalLM",
+        {**ATTENTION, **PRE_NORMS, **FUSED, "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},
+        extra=_chatglm,
+    ),
+    "exaone": Architecture(
+        "exaone",
+        "ExaoneForCausalLM",
+        {
+            "attn_norm": "ln_1",
+            "ffn_norm": "ln_2",
+            **{f"attn_{part}": f"attn.attention.{part}_proj" for part in "qkv"},
+            "attn_output": "attn.attention.out_proj",
+            "ffn_gate": "mlp.c_fc_0",
+            "ffn_up": "mlp.c_fc_1",
+            "ffn_down": "mlp.c_proj",
+        },
+        outside={
+            "token_embd.weight": "transformer.wte.weight",
+            "output_norm.weight": "transformer.ln_f.weight",
+            "output.weight": "lm_head.weight",
+        },
+        layers="transformer.h",
+    ),
+    "internlm2": Architecture("llama", "LlamaForCausalLM", paired=True, extra=bias_flags),
+    "jais2": Architecture(
+        "jais2",
+        "Jais2ForCausalLM",
+        {**ATTENTION, **PRE_NORMS, **UNGATED},
+        extra=relu2,
+        outside=BIASED_NORM,
+        eps="layer_norm_eps",
+    ),
+    "minicpm": Architecture("granite", "GraniteForCausalLM", paired=True, extra=_minicpm),
+    "orion": Architecture("stablelm", "StableLmForCausalLM", extra=_orion, outside=BIASED_NORM, eps="layer_norm_eps"),
+    "pangu-embedded": Architecture("llama", "LlamaForCausalLM", extra=bias_flags),
+    "qwen": Architecture("qwen2", "Qwen2ForCausalLM", {**STANDARD, **FUSED}, extra=_qwen),
+    "starcoder": Architecture(
+        "gpt_bigcode",
+        "GPTBigCodeForCausalLM",
+        GPT2.layer,
+        extra=_starcoder,
+        outside=GPT2.outside,
+        layers=GPT2.layers,
+        eps=GPT2.eps,
+    ),
+    "xverse": Architecture("llama", "LlamaForCausalLM", paired=True, extra=bias_flags),
+}
