@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import lmstate
 from lmstate.cli.app import app
-from lmstate.cli.chat.conversation import Conversation
+from lmstate.cli.chat.conversation import ChatConversation
 from lmstate.cli.chat.slash_commands import COMMANDS, AskQuestion, run_command
 from tests.invariants.mirror import close
 from tests.zoo import VOCAB, ours
@@ -58,26 +58,26 @@ def talking(case: str) -> lmstate.Model:
 
 
 @pytest.fixture(params=["llama", "qwen3_next"])
-def conversation(request: pytest.FixtureRequest) -> Conversation:
-    return Conversation(talking(request.param), max_new_tokens=6)
+def conversation(request: pytest.FixtureRequest) -> ChatConversation:
+    return ChatConversation(talking(request.param), max_new_tokens=6)
 
 
-def ask(conversation: Conversation, question: str) -> str:
+def ask(conversation: ChatConversation, question: str) -> str:
     return "".join(conversation.ask(question))
 
 
-def command(conversation: Conversation, line: str) -> str:
+def command(conversation: ChatConversation, line: str) -> str:
     return run_command(line, COMMANDS, conversation)
 
 
-def check(conversation: Conversation) -> None:
+def check(conversation: ChatConversation) -> None:
     """The state's next logits are those of its own tokens, fed to a fresh model."""
     tokens = conversation.state.tokens(0)
     if tokens:
         close(conversation.model([[]], conversation.state)[0], conversation.model([tokens])[0, -1])
 
 
-def test_undone_turns_cost_nothing_and_never_happened(conversation: Conversation) -> None:
+def test_undone_turns_cost_nothing_and_never_happened(conversation: ChatConversation) -> None:
     first = ask(conversation, "one two three four five six seven eight nine ten")
     held = conversation.state.tokens(0)
     second = ask(conversation, "and then there were quite a few more words in the second one")
@@ -96,7 +96,7 @@ def test_undone_turns_cost_nothing_and_never_happened(conversation: Conversation
         command(conversation, "/undo 2")
 
 
-def test_turns_are_counted_by_their_questions(conversation: Conversation) -> None:
+def test_turns_are_counted_by_their_questions(conversation: ChatConversation) -> None:
     with pytest.raises(ValueError, match=r"^1 turn cannot be taken back; there are 0$"):
         command(conversation, "/undo")
     rules = [{"role": "system", "content": text} for text in ("one", "two")]
@@ -109,7 +109,9 @@ def test_turns_are_counted_by_their_questions(conversation: Conversation) -> Non
     check(conversation)
 
 
-def test_a_turn_that_cannot_be_taken_back_stays(conversation: Conversation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_that_cannot_be_taken_back_stays(
+    conversation: ChatConversation, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ask(conversation, "one")
     ask(conversation, "two")
     messages, tokens = list(conversation.messages), conversation.state.tokens(0)
@@ -123,7 +125,7 @@ def test_a_turn_that_cannot_be_taken_back_stays(conversation: Conversation, monk
     assert (conversation.messages, conversation.state.tokens(0)) == (messages, tokens)
 
 
-def test_a_file_that_cannot_be_written_is_named(conversation: Conversation, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_named(conversation: ChatConversation, tmp_path: Path) -> None:
     ask(conversation, "one")
     path = tmp_path / "none" / "chat"
     with pytest.raises(FileNotFoundError) as error:
@@ -169,9 +171,9 @@ def test_a_chat_whose_disk_is_full_goes_on(
     assert [*tmp_path.iterdir()] == [old] and old.read_bytes() == saved
 
 
-def test_edited_question_takes_the_place_of_the_last(conversation: Conversation) -> None:
+def test_edited_question_takes_the_place_of_the_last(conversation: ChatConversation) -> None:
     ask(conversation, "one")
-    plain = Conversation(conversation.model, max_new_tokens=6)
+    plain = ChatConversation(conversation.model, max_new_tokens=6)
     ask(plain, "one")
     ask(conversation, "two")
     with pytest.raises(AskQuestion) as edited:
@@ -183,7 +185,7 @@ def test_edited_question_takes_the_place_of_the_last(conversation: Conversation)
 
 @pytest.mark.parametrize("stop", ["it fails", "Ctrl-C"])
 def test_an_edited_question_without_an_answer_leaves_the_last_turn(
-    conversation: Conversation, stop: str, monkeypatch: pytest.MonkeyPatch
+    conversation: ChatConversation, stop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask(conversation, "one")
     ask(conversation, "two")
@@ -198,13 +200,13 @@ def test_an_edited_question_without_an_answer_leaves_the_last_turn(
             list(conversation.edit("three"))
     assert conversation.messages == messages and conversation.state.tokens(0) == tokens
     check(conversation)
-    plain = Conversation(conversation.model, max_new_tokens=6)
+    plain = ChatConversation(conversation.model, max_new_tokens=6)
     for question in ("one", "two"):
         ask(plain, question)
     assert ask(conversation, "four") == ask(plain, "four")
 
 
-def test_branches_go_on_apart(conversation: Conversation) -> None:
+def test_branches_go_on_apart(conversation: ChatConversation) -> None:
     ask(conversation, "one")
     command(conversation, "/fork side")
     ask(conversation, "left")
@@ -226,12 +228,12 @@ def test_branches_go_on_apart(conversation: Conversation) -> None:
             command(conversation, line)
 
 
-def test_saved_conversation_goes_on_in_another_process(conversation: Conversation, tmp_path: Path) -> None:
+def test_saved_conversation_goes_on_in_another_process(conversation: ChatConversation, tmp_path: Path) -> None:
     ask(conversation, "one")
     held = len(conversation.state.tokens(0))
     path = tmp_path / "chat.lmstate"
     assert "saved" in command(conversation, f"/save {path}")
-    later = Conversation(conversation.model, max_new_tokens=6)
+    later = ChatConversation(conversation.model, max_new_tokens=6)
     command(later, f"/load {path}")
     assert later.messages == conversation.messages
     assert ask(later, "two") == ask(conversation, "two")
@@ -251,7 +253,7 @@ def test_saved_conversation_goes_on_in_another_process(conversation: Conversatio
 
 
 @pytest.mark.parametrize("name", ["chat.lmstate", "monday", "chat.lms"])
-def test_inspect_describes_a_snapshot(conversation: Conversation, name: str, tmp_path: Path) -> None:
+def test_inspect_describes_a_snapshot(conversation: ChatConversation, name: str, tmp_path: Path) -> None:
     ask(conversation, "one")
     path = tmp_path / name
     command(conversation, f"/save {path}")

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from lmstate.cli.app import app
 from lmstate.cli.chat.branches import Branch
 from lmstate.cli.chat.command import talk
-from lmstate.cli.chat.conversation import Conversation, turns
+from lmstate.cli.chat.conversation import ChatConversation, turns
 from lmstate.cli.chat.input import _edit_lines
 from lmstate.cli.chat.slash_commands import COMMANDS, complete
 from tests.cli.conftest import ChatTokenizer
@@ -59,7 +59,7 @@ def test_each_turn_is_computed_from_the_rendered_conversation(
             return super().chat([*short, messages[-1]], add_generation_prompt)
 
     model.tokenizer = Trimming() if trims else ChatTokenizer()
-    conversation = Conversation(model, "S", max_new_tokens=limit)
+    conversation = ChatConversation(model, "S", max_new_tokens=limit)
     for question, stop_after in turns_:
         before = list(conversation.messages)
         with closing(conversation.ask(question)) as pieces:
@@ -103,7 +103,7 @@ def test_a_turn_that_fails_is_told_and_the_next_one_answers(model: FakeModel, ru
 
 def test_a_question_without_any_answer_leaves_no_trace(model: FakeModel) -> None:
     model.fail_at = 1
-    conversation = Conversation(model)
+    conversation = ChatConversation(model)
     with pytest.raises(RuntimeError):
         list(conversation.ask("one"))
     assert conversation.messages == []
@@ -166,7 +166,7 @@ def test_messages_may_have_several_lines(
     monkeypatch.setattr("builtins.input", line)
     monkeypatch.setattr("lmstate.cli.chat.input.sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("lmstate.cli.chat.input._edit_lines", lambda complete: None)
-    conversation = Conversation(model)
+    conversation = ChatConversation(model)
     with redirect_stdout(io.StringIO()) as out:
         talk(conversation, stats=False)
     assert out.getvalue().strip("\n") == expected.strip("\n")
@@ -185,7 +185,7 @@ def test_ctrl_c_forgets_a_message_that_was_begun(model: FakeModel, monkeypatch: 
     monkeypatch.setattr("builtins.input", line)
     monkeypatch.setattr("lmstate.cli.chat.input.sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("lmstate.cli.chat.input._edit_lines", lambda complete: None)
-    conversation = Conversation(model)
+    conversation = ChatConversation(model)
     talk(conversation, stats=False)
     assert [question for question, _ in turns(conversation.messages)] == ["two"]
     typed = iter([KeyboardInterrupt, KeyboardInterrupt])
@@ -256,7 +256,7 @@ def test_a_transcript_holds_the_questions_too(model: FakeModel, runner: CliRunne
 def test_tab_completes_commands_branches_and_files(model: FakeModel, tmp_path: Path) -> None:
     (tmp_path / "talks").mkdir()
     (tmp_path / "talk.lmstate").touch()
-    conversation = Conversation(model)
+    conversation = ChatConversation(model)
     conversation.branches.known |= {name: Branch("main", [], []) for name in ("left", "lean")}
 
     def completed(begun: str) -> list[str]:

@@ -143,3 +143,12 @@ def test_value_types_of_ops_import_torch_alone() -> None:
             continue
         assert all(other.startswith("lmstate.ops.types") for other in GRAPH[name]), name
         assert "ctypes" not in path.read_text(encoding="utf-8"), name
+
+
+def test_no_class_name_twice() -> None:
+    homes: dict[str, list[str]] = {}
+    for name, path in KNOWN.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(name)
+    assert not {name: found for name, found in homes.items() if len(found) > 1}

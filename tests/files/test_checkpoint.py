@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from lmstate.checkpoints.huggingface.directory import Checkpoint
+from lmstate.checkpoints.huggingface.directory import CheckpointFolder
 from lmstate.checkpoints.open import open_source
 from lmstate.errors import ModelError
 from lmstate.files.safetensors import TensorFile
@@ -52,7 +52,7 @@ def test_reading_twice_gives_the_same_memory(tmp_path):
 def test_shards_are_one_checkpoint(tmp_path):
     files = {"x-1.safetensors": {"a.weight": TENSORS["a.weight"]}, "x-2.safetensors": {"c": TENSORS["c"]}}
     index = {"a.weight": "x-1.safetensors", "c": "x-2.safetensors"}
-    source = Checkpoint(directory(tmp_path / "m", files, index))
+    source = CheckpointFolder(directory(tmp_path / "m", files, index))
     assert source.names() == {"a.weight", "c"} and torch.equal(source.read("c"), TENSORS["c"])
 
 
@@ -63,14 +63,14 @@ def test_shards_are_one_checkpoint(tmp_path):
 def test_an_index_that_leaves_the_directory_is_refused(tmp_path, file):
     save_file({"c": TENSORS["c"]}, tmp_path / "x.safetensors")
     with pytest.raises(ModelError, match="inside it"):
-        Checkpoint(directory(tmp_path / "m", {}, {"c": file}))
+        CheckpointFolder(directory(tmp_path / "m", {}, {"c": file}))
 
 
 def test_an_index_that_lies_is_refused(tmp_path):
     with pytest.raises(ModelError, match="it does not"):
-        Checkpoint(directory(tmp_path / "m", {"x.safetensors": {"c": TENSORS["c"]}}, {"d": "x.safetensors"}))
+        CheckpointFolder(directory(tmp_path / "m", {"x.safetensors": {"c": TENSORS["c"]}}, {"d": "x.safetensors"}))
     with pytest.raises(OSError):
-        Checkpoint(directory(tmp_path / "n", {}, {"c": "gone.safetensors"}))
+        CheckpointFolder(directory(tmp_path / "n", {}, {"c": "gone.safetensors"}))
 
 
 def test_pickles_are_refused_with_the_reason(tmp_path):
@@ -93,7 +93,9 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
 
 
 def test_integer_tensors_are_refused_when_read(tmp_path):
-    source = Checkpoint(directory(tmp_path / "m", {"model.safetensors": {"q": torch.zeros(2, dtype=torch.int32)}}))
+    source = CheckpointFolder(
+        directory(tmp_path / "m", {"model.safetensors": {"q": torch.zeros(2, dtype=torch.int32)}})
+    )
     with pytest.raises(ModelError, match="int32"):
         source.read("q")
 
@@ -184,4 +186,4 @@ def test_any_index_and_config_is_read_or_refused(tmp_path, text):
         (tmp_path / name).write_text(text, encoding="utf-8")
         (tmp_path / other).write_text("{}")
         with pytest.raises(ModelError):
-            Checkpoint(tmp_path)
+            CheckpointFolder(tmp_path)

@@ -42,7 +42,7 @@ def c_fields(structure: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("layout", abi.LAYOUTS, ids=lambda layout: layout.name)
-def test_a_layout_has_the_fields_of_its_structure(layout: abi.Layout) -> None:
+def test_a_layout_has_the_fields_of_its_structure(layout: abi.CStruct) -> None:
     assert list(zip(layout.letters, layout.fields, strict=True)) == c_fields(layout.name)
 
 

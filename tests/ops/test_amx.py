@@ -11,12 +11,12 @@ from torch import Tensor
 
 import lmstate.ops as ops
 from lmstate.ops.cpu import variants
-from lmstate.ops.cpu.dense import Dense
+from lmstate.ops.cpu.dense import DenseBodies
 from tests.ops.helpers import stored
 
 
 @pytest.fixture(scope="module")
-def bodies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Dense, Dense]:
+def bodies(tmp_path_factory: pytest.TempPathFactory) -> tuple[DenseBodies, DenseBodies]:
     """Products with tiles, and without: a library asks once, so each is a copy of the file."""
     if "avx512" not in variants.usable():
         pytest.skip("this processor does not run the variant with AVX-512")
@@ -26,14 +26,14 @@ def bodies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Dense, Dense]:
         shutil.copy(variants.path_of("avx512"), copy)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("LMSTATE_AMX", asked)
-            both.append(Dense(ctypes.CDLL(str(copy))))
+            both.append(DenseBodies(ctypes.CDLL(str(copy))))
     if not both[0].uses_amx:
         pytest.skip("this processor has no AMX, or the system does not let us use it")
     assert not both[1].uses_amx
     return both[0], both[1]
 
 
-def product(body: Dense, x: Tensor, weight: ops.Weight) -> Tensor:
+def product(body: DenseBodies, x: Tensor, weight: ops.Weight) -> Tensor:
     return body.linear(x, weight, None, None, 0, None)
 
 
@@ -42,7 +42,9 @@ GROUPED = ("int4", "int8", "int4/8", "int8/8")
 
 @pytest.mark.parametrize("kind", GROUPED)
 @pytest.mark.parametrize("shape", [(1, 32), (16, 64), (35, 96), (70, 608), (200, 2048)])
-def test_tiles_give_the_bits_of_vectors(bodies: tuple[Dense, Dense], kind: str, shape: tuple[int, int]) -> None:
+def test_tiles_give_the_bits_of_vectors(
+    bodies: tuple[DenseBodies, DenseBodies], kind: str, shape: tuple[int, int]
+) -> None:
     tiles, vectors = bodies
     weight = stored(torch.randn(shape) * 0.1, kind)
     x = torch.randn(250, shape[1]) * torch.logspace(-6, 6, 250)[:, None]
@@ -54,7 +56,7 @@ def test_tiles_give_the_bits_of_vectors(bodies: tuple[Dense, Dense], kind: str, 
 
 
 @pytest.mark.parametrize("kind", GROUPED)
-def test_extreme_integers_do_not_overflow(bodies: tuple[Dense, Dense], kind: str) -> None:
+def test_extreme_integers_do_not_overflow(bodies: tuple[DenseBodies, DenseBodies], kind: str) -> None:
     """The largest sums that there are: all activations and all weights of a group at their limits."""
     matrix = torch.ones(16, 64)
     matrix[:, ::32], matrix[8:] = -1, -matrix[8:]
@@ -66,7 +68,7 @@ def test_extreme_integers_do_not_overflow(bodies: tuple[Dense, Dense], kind: str
 
 
 @pytest.mark.parametrize("kind", [*GROUPED, "bfloat16", "bfloat12"])
-def test_norm_gate_residual_and_threads_leave_the_bits(bodies: tuple[Dense, Dense], kind: str) -> None:
+def test_norm_gate_residual_and_threads_leave_the_bits(bodies: tuple[DenseBodies, DenseBodies], kind: str) -> None:
     weight, x, gated = stored(torch.randn(300, 128), kind), torch.randn(40, 128), torch.randn(40, 256)
     norm, residual = ops.Norm(torch.rand(128), 1e-5), ops.Residual(torch.randn(40, 300), scale=0.3)
     threads = torch.get_num_threads()
@@ -85,7 +87,7 @@ def test_norm_gate_residual_and_threads_leave_the_bits(bodies: tuple[Dense, Dens
 @pytest.mark.parametrize("kind", ["bfloat16", "bfloat12"])
 @pytest.mark.parametrize("shape", [(70, 64), (50, 320), (200, 1152), (37, 4160)])
 def test_a_sum_depends_on_its_row_and_its_output_alone(
-    bodies: tuple[Dense, Dense], kind: str, shape: tuple[int, int]
+    bodies: tuple[DenseBodies, DenseBodies], kind: str, shape: tuple[int, int]
 ) -> None:
     """Whatever stands in the other rows and columns of a tile, numbers that are none included, and however many."""
     tiles, outputs = bodies[0], shape[0]
@@ -111,7 +113,9 @@ def test_a_sum_depends_on_its_row_and_its_output_alone(
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "bfloat12"])
-def test_bfloat16_in_tiles_is_the_product_of_rounded_activations(bodies: tuple[Dense, Dense], kind: str) -> None:
+def test_bfloat16_in_tiles_is_the_product_of_rounded_activations(
+    bodies: tuple[DenseBodies, DenseBodies], kind: str
+) -> None:
     weight, x = stored(torch.randn(100, 1216) * 0.1, kind), torch.randn(90, 1216)
     want = x.bfloat16().double() @ weight.dequantize().double().T
     torch.testing.assert_close(product(bodies[0], x, weight).double(), want, atol=5e-5, rtol=2e-5)
@@ -119,6 +123,6 @@ def test_bfloat16_in_tiles_is_the_product_of_rounded_activations(bodies: tuple[D
     torch.testing.assert_close(product(bodies[0], same, weight), product(bodies[1], same, weight), atol=5e-5, rtol=2e-5)
 
 
-def test_inputs_that_no_tile_takes_are_not_rounded(bodies: tuple[Dense, Dense]) -> None:
+def test_inputs_that_no_tile_takes_are_not_rounded(bodies: tuple[DenseBodies, DenseBodies]) -> None:
     weight, x = stored(torch.randn(40, 50), "bfloat16"), torch.randn(20, 50)
     assert torch.equal(product(bodies[0], x, weight), product(bodies[1], x, weight))

@@ -19,7 +19,7 @@ from lmstate.models.layers.parallel_hybrid import ParallelHybrid
 from lmstate.models.layers.rope import Rope
 from lmstate.models.stack import Plan
 from lmstate.ops import Norm
-from lmstate.ops.cpu.fused import Fused
+from lmstate.ops.cpu.fused import FusedBodies
 from lmstate.state import KeyValueState, Layout, Step
 from lmstate.state.changes import Changes
 from tests.ops.helpers import stored
@@ -324,13 +324,13 @@ def test_mixers_side_by_side_give_their_sum(variant: str, joined: bool, after: N
 
 def test_attention_and_recurrences_wait_together(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = [block for block in stack(Block) if block.mlp is None or block.mlp.act in ("silu", "relu2")]
-    runs, one = [], Fused.run
+    runs, one = [], FusedBodies.run
 
-    def counted(fused: Fused, x: Tensor, *given: Any) -> Tensor:
+    def counted(fused: FusedBodies, x: Tensor, *given: Any) -> Tensor:
         runs.append(len(given[3]))
         return one(fused, x, *given)
 
-    monkeypatch.setattr(Fused, "run", counted)
+    monkeypatch.setattr(FusedBodies, "run", counted)
     layout, step = Layout(2, torch.device("cpu"), torch.float32), step_of([0, 0], [2, 1])
     memories = [block.mixer.new_state(layout) for block in blocks]
     for memory in memories:

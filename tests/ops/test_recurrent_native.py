@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
-from lmstate.ops.cpu.mixers import Mixers
-from lmstate.ops.cpu.recurrent import RUN, Recurrent
+from lmstate.ops.cpu.mixers import MixerBodies
+from lmstate.ops.cpu.recurrent import RUN, RecurrentBodies
 from lmstate.ops.recurrent.causal_conv import causal_conv
 from lmstate.ops.recurrent.gated_delta_mixer import gated_delta_mixer
 from lmstate.ops.recurrent.gated_delta_rule import gated_delta_rule
@@ -247,7 +247,7 @@ def test_inputs_that_are_parts_of_one_projection_need_no_copy(variant: str, case
 def test_the_native_bodies_run(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     recurrences = ("causal_conv", "gated_delta_rule", "ssd", "selective_scan", "rg_lru")
-    bodies = [*((Recurrent, name) for name in recurrences), (Mixers, "gated_delta"), (Mixers, "mamba2")]
+    bodies = [*((RecurrentBodies, name) for name in recurrences), (MixerBodies, "gated_delta"), (MixerBodies, "mamba2")]
     for kind, name in bodies:
         body, told = getattr(kind, name), f"{kind.__name__}.{name}"
         monkeypatch.setattr(kind, name, lambda *a, body=body, told=told, **b: (called.append(told), body(*a, **b))[1])

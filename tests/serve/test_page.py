@@ -20,7 +20,7 @@ from lmstate.serve.conversations.live import Live
 from lmstate.serve.conversations.markdown import GrowingMarkdown, render, render_blocks
 from lmstate.serve.conversations.routes import changes
 from lmstate.serve.conversations.store import ConversationStore
-from lmstate.serve.conversations.tree import Conversation, Node
+from lmstate.serve.conversations.tree import Conversation, MessageNode
 from tests.serve.running import Running, load_tiny, running, standing_still
 from tests.waiting import wait_until
 
@@ -249,7 +249,7 @@ def test_a_change_while_another_is_sent_is_told_next(tiny: Running) -> None:
         async for sent in stream:
             seen += [one["id"] for one in json.loads(sent[6:])["nodes"]]
             if (count := len(conversation.nodes)) < 2:  # the page has not taken the last event yet
-                node = conversation.nodes[str(count)] = Node(str(count), None, "user", "Hello")
+                node = conversation.nodes[str(count)] = MessageNode(str(count), None, "user", "Hello")
                 live.touch(node)
             else:
                 await stream.aclose()
@@ -316,7 +316,7 @@ def test_conversations_survive_a_restart(tiny_model: lmstate.Model, tmp_path: Pa
 
 def test_an_answer_that_a_killed_server_left_can_be_continued(tmp_path: Path) -> None:
     store = ConversationStore(tmp_path, "model")
-    written = Node("a", None, "assistant", "Half of", status="running", added=[1, 2, 3], start=1)
+    written = MessageNode("a", None, "assistant", "Half of", status="running", added=[1, 2, 3], start=1)
     store.put(Conversation("c", "Title", 0.0, {}, {}), written)
     found = ConversationStore(tmp_path, "model").get("c")
     assert found is not None

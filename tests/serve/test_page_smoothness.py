@@ -11,7 +11,7 @@ import pytest
 
 from lmstate.serve.conversations.keeper import Keeper
 from lmstate.serve.conversations.markdown import GrowingMarkdown, render_blocks
-from lmstate.serve.conversations.tree import Node
+from lmstate.serve.conversations.tree import MessageNode
 from tests.serve.browser import Visit, needs_chromium
 from tests.serve.running import Running
 
@@ -48,20 +48,20 @@ WATCH = """() => {
 }"""
 
 
-async def fill(keeper: Keeper) -> tuple[str, Node]:
+async def fill(keeper: Keeper) -> tuple[str, MessageNode]:
     """A conversation of many messages; its last answer, which is being written."""
     live = keeper.create("Long", {})
-    nodes: list[Node] = []
+    nodes: list[MessageNode] = []
     for at in range(MESSAGES):
         role = "assistant" if at % 2 else "user"
-        nodes.append(Node(f"n{at}", nodes[-1].id if nodes else None, role, ANSWER if at % 2 else "And then?"))
+        nodes.append(MessageNode(f"n{at}", nodes[-1].id if nodes else None, role, ANSWER if at % 2 else "And then?"))
     nodes[-1].status, nodes[-1].text = "running", ""
     live.conversation.nodes = {node.id: node for node in nodes}
     live.touch(*nodes)
     return live.conversation.id, nodes[-1]
 
 
-async def write(keeper: Keeper, id: str, answer: Node) -> int:
+async def write(keeper: Keeper, id: str, answer: MessageNode) -> int:
     """Have the answer grow as one that a model writes does, for some seconds; the number of tokens."""
     live, growing = await keeper.open(id), GrowingMarkdown()
     words = (ANSWER * 50).split(" ")

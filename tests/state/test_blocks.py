@@ -17,7 +17,7 @@ import torch
 import lmstate
 from lmstate import CapacityError, StateError
 from lmstate.ops.dispatch import references
-from lmstate.ops.types.block_table import BLOCK_TOKENS, Block
+from lmstate.ops.types.block_table import BLOCK_TOKENS, KVBlock
 from lmstate.state.blocks import BlockPool, held_by
 from lmstate.state.layers.block_store import FIRST_ENTRIES, BlockStore
 from lmstate.state.layers.slots import SlotState
@@ -38,13 +38,13 @@ def stores(state: lmstate.State) -> list[BlockStore]:
 
 def reachable(state: lmstate.State, *snapshots: lmstate.Snapshot) -> int:
     """Bytes of the blocks that are held, by looking."""
-    found: dict[int, Block] = {}
+    found: dict[int, KVBlock] = {}
     for store in stores(state):
         found |= {id(block): block for row in store.rows for block in row.blocks if block is not None}
     captured = [layer for snapshot in snapshots for layer in snapshot.layers]
     captured += [layer for row in state._rows for mark in row.marks for layer in mark.layers.values()]
     for layer in captured:
-        found |= {id(held): held for held in held_by(layer) if isinstance(held, Block)}
+        found |= {id(held): held for held in held_by(layer) if isinstance(held, KVBlock)}
     return sum(block.nbytes for block in found.values())
 
 

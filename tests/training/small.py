@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lmstate.checkpoints.huggingface.directory import Checkpoint
+from lmstate.checkpoints.huggingface.directory import CheckpointFolder
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_source
 from lmstate.training import TrainableModel
@@ -52,7 +52,7 @@ def saved_gradients(model: Any) -> dict[str, Tensor]:
         for buffer in model.buffers():
             buffer.zero_()
     with saved(model) as folder:
-        file = Checkpoint(folder)
+        file = CheckpointFolder(folder)
         return {name: file.read(name).clone() for name in file.names()}  # type: ignore[union-attr]
 
 

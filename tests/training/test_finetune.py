@@ -17,12 +17,12 @@ import lmstate
 from lmstate.errors import ModelError
 from lmstate.training import LoraConfig, LoraModel, ParameterModel, loss
 from lmstate.training.documents import Document, batches, read_entries, split, tokenize
-from lmstate.training.finetune import FineTuning, Settings, plot
+from lmstate.training.finetune import FinetuneSettings, FineTuning, plot
 from tests.generation.fake_model import FakeTokenizer
 from tests.training.small import ragged, saved, theirs, trainable
 
 DOCUMENTS = [Document(row, row) for row in ragged(9, 20, 14, 31, 5, 12)]
-SETTINGS = Settings(steps=6, rate=5e-3, warmup=2, weight_decay=0.01, batch_tokens=45, accumulate=2, chunk=8)
+SETTINGS = FinetuneSettings(steps=6, rate=5e-3, warmup=2, weight_decay=0.01, batch_tokens=45, accumulate=2, chunk=8)
 
 
 def model(kind: str) -> ParameterModel:
@@ -143,7 +143,7 @@ def test_a_training_that_was_killed_goes_on_from_what_is_whole(tmp_path: Path) -
 def test_a_training_of_another_adapter_is_not_resumed(tmp_path: Path) -> None:
     with saved(theirs("llama")) as folder:
 
-        def training(settings: Settings, **options: Any) -> FineTuning:
+        def training(settings: FinetuneSettings, **options: Any) -> FineTuning:
             made = lmstate.load(folder, weights="int8", trainable="lora", lora=LoraConfig(2, **options))
             assert isinstance(made, LoraModel)
             return FineTuning(made, DOCUMENTS, settings, tmp_path, resume=True)

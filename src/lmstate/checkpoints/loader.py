@@ -171,7 +171,9 @@ class WeightLoader:
             if len(whole) != 3 or not 0 <= index < whole[0]:
                 raise ModelError(f"{self.source.path}: tensor {name!r} of shape {list(whole)} has no matrix {index}")
             self.expect(name, shape)
-            self._made[label] = self._matrix(label, [Part((name,), self.source.stored(name), self._expert(index))])
+            self._made[label] = self._matrix(
+                label, [StackedMatrix((name,), self.source.stored(name), self._expert(index))]
+            )
         return self._made[label]
 
     def derived(self, label: str, *names: str, make: Make, shape: tuple[int, int], stored: str | None = None) -> Weight:
@@ -189,7 +191,9 @@ class WeightLoader:
                 self._expect(label, tuple(made.q.shape if isinstance(made, GroupedQuant) else made.shape), shape)
                 return made
 
-            self._made[label] = self._matrix(label, [Part(names, stored or self.source.stored(names[0]), checked)])
+            self._made[label] = self._matrix(
+                label, [StackedMatrix(names, stored or self.source.stored(names[0]), checked)]
+            )
         return self._made[label]
 
     def check_all_used(self, ignore: Iterable[str] = ()) -> None:
@@ -231,7 +235,7 @@ class WeightLoader:
         warnings.warn(f"{self.source.path} has outliers: {many} {text}; {advice}", UserWarning, stacklevel=2)
 
     def _stack(self, label: str, names: Sequence[str], order: Callable[[], Tensor] | None) -> Weight:
-        parts = [Part((name,), self.source.stored(name)) for name in names]
+        parts = [StackedMatrix((name,), self.source.stored(name)) for name in names]
         return self._matrix(label, parts, None if order is None else order())
 
     def _expect(self, label: str, found: tuple[int, ...], expected: tuple[int, ...] | None) -> None:
@@ -240,7 +244,7 @@ class WeightLoader:
                 f"{self.source.path}: {label} has the shape {list(found)}, and the config asks for {list(expected)}"
             )
 
-    def _matrix(self, label: str, parts: list[Part], order: Tensor | None = None) -> Weight:
+    def _matrix(self, label: str, parts: list[StackedMatrix], order: Tensor | None = None) -> Weight:
         self._asked.update(name for part in parts for name in part.names)
         activations = 8 if self.activations == 8 and not _outside(parts) else 16
         kept = self._packed.get(label) if self._packed else None
@@ -271,7 +275,7 @@ class WeightLoader:
         self._spare -= packed.nbytes if packed is not weight else 0
         return packed
 
-    def _storage(self, parts: list[Part]) -> str:
+    def _storage(self, parts: list[StackedMatrix]) -> str:
         """The storage that a stack is brought to.
 
         int4 is for what loses little by it: embeddings and heads, where a few outliers cost much of the perplexity,
@@ -284,7 +288,7 @@ class WeightLoader:
             return "int8" if _outside(parts) or "int8" in stored else "int4"
         return self.kind
 
-    def _convert(self, parts: list[Part], kind: str, order: Tensor | None) -> tuple[Weight, float | None]:
+    def _convert(self, parts: list[StackedMatrix], kind: str, order: Tensor | None) -> tuple[Weight, float | None]:
         """The stack in a storage, and its error there if that is beyond `MOST_LOST`: int4 is then int8."""
         numbers = [self._read(part) for part in parts]
         grouped = [part for part in numbers if isinstance(part, GroupedQuant)]
@@ -303,7 +307,7 @@ class WeightLoader:
             return quantize(whole, kind), None
         return quantize(whole, "int8"), error
 
-    def _read(self, part: Part) -> Numbers:
+    def _read(self, part: StackedMatrix) -> Numbers:
         return part.make(*(self.source.read(name) for name in part.names))
 
     def _expert(self, index: int) -> Make:
@@ -315,14 +319,14 @@ class WeightLoader:
         return take
 
 
-class Part:
+class StackedMatrix:
     """One matrix of a stack: a tensor, one expert of it, or what is made of some."""
 
     def __init__(self, names: tuple[str, ...], stored: str, make: Make = lambda numbers: numbers) -> None:
         self.names, self.stored, self.make = names, stored, make
 
 
-def _outside(parts: Sequence[Part]) -> bool:
+def _outside(parts: Sequence[StackedMatrix]) -> bool:
     """Whether they are of no layer: an embedding, a head."""
     return not any(word.isdecimal() for part in parts for name in part.names for word in name.split("."))
 

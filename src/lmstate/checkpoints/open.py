@@ -26,11 +26,11 @@ def open_source(path: Path) -> Source:
     not read.
     """
     from lmstate.checkpoints.gguf.source import GgufSource
-    from lmstate.checkpoints.huggingface.directory import Checkpoint
+    from lmstate.checkpoints.huggingface.directory import CheckpointFolder
     from lmstate.checkpoints.renamed import plain
 
     if path.is_dir():
-        return plain(Checkpoint(path))
+        return plain(CheckpointFolder(path))
     if not path.exists():
         raise FileNotFoundError(f"no such model file or directory: {path}")
     if path.suffix == ".gguf":

@@ -20,7 +20,7 @@ cache = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List and 
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheFolder:
     """A folder of the cache."""
 
     path: Path
@@ -54,11 +54,11 @@ class Entry:
         return datetime.fromtimestamp(newest).strftime("%Y-%m-%d %H:%M")
 
 
-def entries(root: Path) -> list[Entry]:
+def entries(root: Path) -> list[CacheFolder]:
     """Entries that lmstate put into the folder; anything else there is left out."""
     found = [("download", path) for path in _folders(root / "models", DOWNLOAD)]
     found += [("conversion", path) for path in _folders(root, CONVERSION)]
-    return [Entry(path, kind, tuple(each for each in path.rglob("*") if each.is_file())) for kind, path in found]
+    return [CacheFolder(path, kind, tuple(each for each in path.rglob("*") if each.is_file())) for kind, path in found]
 
 
 def _folders(root: Path, pattern: re.Pattern[str]) -> list[Path]:
@@ -118,7 +118,7 @@ def remove(
     print(f"{size(freed)} freed")
 
 
-def _named(found: list[Entry], name: str) -> list[Entry]:
+def _named(found: list[CacheFolder], name: str) -> list[CacheFolder]:
     """The entries that a name stands for. Raises ValueError if there is none, or a beginning is not clear."""
     from lmstate.checkpoints.hub import name_of
 

@@ -26,9 +26,9 @@ def demo(
     """
     from contextlib import closing
 
-    from lmstate.cli.chat.conversation import Conversation
+    from lmstate.cli.chat.conversation import ChatConversation
 
-    conversation = Conversation(options.load_model(model, threads=threads), max_new_tokens=max_tokens)
+    conversation = ChatConversation(options.load_model(model, threads=threads), max_new_tokens=max_tokens)
     for question in QUESTIONS:
         print(f"> {question}")
         with closing(conversation.ask(question)) as pieces:

@@ -14,7 +14,7 @@ from lmstate.cli import options
 from lmstate.cli.output import Interrupt, note, raise_interrupts
 
 if TYPE_CHECKING:
-    from lmstate.training.finetune import FineTuning, Report
+    from lmstate.training.finetune import FineTuning, TrainingReport
 
 
 def finetune(
@@ -82,7 +82,7 @@ def finetune(
     import lmstate
     from lmstate.training import LoraConfig, ParameterModel
     from lmstate.training.documents import batches, read_entries, split, tokenize
-    from lmstate.training.finetune import LOG, FineTuning, Settings, plot, refuse_begun
+    from lmstate.training.finetune import LOG, FinetuneSettings, FineTuning, plot, refuse_begun
 
     raise_interrupts()
     # What can be refused without the model is refused before it is loaded for nothing.
@@ -109,7 +109,7 @@ def finetune(
     if steps is None:
         passes = sum(1 for _ in batches(trained, batch_tokens, None))
         steps = math.ceil(epochs * passes / accumulate)
-    settings = Settings(
+    settings = FinetuneSettings(
         steps=steps, rate=rate, warmup=round(warmup * steps), weight_decay=weight_decay, clip=clip,
         batch_tokens=batch_tokens, accumulate=accumulate, chunk=chunk, checkpoint_layers=checkpoint_layers, seed=seed,
     )  # fmt: skip
@@ -142,7 +142,7 @@ def _run(training: FineTuning, save_every: int, evaluate_every: int) -> bool:
         task = progress.add_task("", total=training.settings.steps, completed=training.step, seen="")
         began = time.perf_counter()
 
-        def show(report: Report) -> None:
+        def show(report: TrainingReport) -> None:
             nonlocal began
             now = time.perf_counter()
             seen = f"loss {report.loss:.4f}, {report.tokens / (now - began):,.0f} tokens/s"

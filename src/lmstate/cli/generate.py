@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from lmstate.cli.chat.messages import Message
-    from lmstate.generation import Generation, Piece
+    from lmstate.generation import Generation, RowPiece
     from lmstate.models.model import Model
     from lmstate.state import State
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerateRequest:
     """Prompt: tokens to feed to a state, and the conversation that they end, if it is one."""
 
     state: State
@@ -133,7 +133,7 @@ def generate(
     }
     with options.usage():
         SamplingParams(**limits)  # before a model is loaded for nothing
-    sampling = options.Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    sampling = options.SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     kv = options.kv_storage(kv_bits)
     loaded = options.load_model(model, weights, threads, adapter, draft, device, activations)
     empty = loaded.new_state(rows=1, kv=kv)
@@ -148,7 +148,7 @@ def generate(
         draft=options.load_drafter(draft, device),
         **limits,
     )
-    with closing(cast("Generator[Piece]", iter(generation))) as pieces:
+    with closing(cast("Generator[RowPiece]", iter(generation))) as pieces:
         texts = (piece.text for piece in pieces)
         stopped = collect(texts) if as_json else write_pieces(texts)
     if as_json:
@@ -182,7 +182,7 @@ def _prompt(given: str | None, file: Path | None, optional: bool) -> str:
     return text
 
 
-def _begin(model: Model, state: State, text: str, chat: bool | None, system: str | None) -> Request:
+def _begin(model: Model, state: State, text: str, chat: bool | None, system: str | None) -> GenerateRequest:
     """A request on an empty state."""
     tokenizer = model.tokenizer
     if chat is None:
@@ -190,13 +190,13 @@ def _begin(model: Model, state: State, text: str, chat: bool | None, system: str
         if not chat and system is not None:
             raise ValueError("--system was given, but the model has no chat template to put it in")
     if not chat:
-        return Request(state, tokenizer.encode(text), None)
+        return GenerateRequest(state, tokenizer.encode(text), None)
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": text})
-    return Request(state, tokenizer.chat(messages, add_generation_prompt=True), messages)
+    return GenerateRequest(state, tokenizer.chat(messages, add_generation_prompt=True), messages)
 
 
-def _go_on(model: Model, state: State, path: Path, text: str, chat: bool | None) -> Request:
+def _go_on(model: Model, state: State, path: Path, text: str, chat: bool | None) -> GenerateRequest:
     """A request on a saved state, restored to an empty one: the next question of a conversation, or more of a text."""
     from lmstate.cli.chat.branches import messages_of
     from lmstate.cli.chat.conversation import align
@@ -208,9 +208,9 @@ def _go_on(model: Model, state: State, path: Path, text: str, chat: bool | None)
         raise ValueError(f"{path} holds a text, no conversation; leave out --chat to go on with the text")
     state.restore(0, snapshot)
     if messages is None or chat is False or not text:
-        return Request(state, model.tokenizer.encode(text, add_special_tokens=False) if text else [], None)
+        return GenerateRequest(state, model.tokenizer.encode(text, add_special_tokens=False) if text else [], None)
     messages.append({"role": "user", "content": text})
-    return Request(state, align(state, model.tokenizer.chat(messages, add_generation_prompt=True)), messages)
+    return GenerateRequest(state, align(state, model.tokenizer.chat(messages, add_generation_prompt=True)), messages)
 
 
 def _result(generation: Generation, prompt: int) -> dict[str, object]:

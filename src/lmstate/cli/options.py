@@ -196,7 +196,7 @@ def logit_bias(given: list[str] | None) -> dict[int, float]:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingOptions:
     """Sampling options of the command line; None: the checkpoint's suggestion. A `top_k` of 0 is all tokens.
 
     Raises `typer.BadParameter` for numbers out of range.

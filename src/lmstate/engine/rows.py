@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torch import Tensor
 
-from lmstate.ops.types.block_table import Block
+from lmstate.ops.types.block_table import KVBlock
 from lmstate.state import Snapshot, State
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class RowPool(Generic[Owner]):
     def __len__(self) -> int:
         return len(self.owners)
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[KVBlock]:
         return iter(()) if self._state is None else self._state.blocks()
 
     def nbytes_apart(self) -> int:

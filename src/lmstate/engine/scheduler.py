@@ -24,7 +24,7 @@ from lmstate.engine.rows import RowPool
 from lmstate.generation.logprobs import logprob
 from lmstate.generation.row import AnswerRow, Finish, most_likely
 from lmstate.language_model import Logits
-from lmstate.ops.types.block_table import BLOCK_TOKENS, Block
+from lmstate.ops.types.block_table import BLOCK_TOKENS, KVBlock
 from lmstate.speculation import Draft
 from lmstate.speculation.acceptance import verify
 from lmstate.state import BlockPool, Snapshot, State
@@ -127,7 +127,7 @@ class Scheduler:
             return apart + max(0, self._blocks.nbytes - prefixes.block_nbytes)
         # What waits to be written holds blocks too, which are no row's.
         blocks = chain(self.pool.blocks(), *(state.blocks() for state in states))
-        own = {id(each): each for each in (*blocks, *held) if isinstance(each, Block) and not prefixes.holds(each)}
+        own = {id(each): each for each in (*blocks, *held) if isinstance(each, KVBlock) and not prefixes.holds(each)}
         return apart + sum(block.nbytes for block in own.values())
 
     # ---- beginning

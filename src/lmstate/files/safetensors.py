@@ -42,7 +42,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """Location of a tensor: `start` is a byte offset from the beginning of the file."""
 
     dtype: torch.dtype
@@ -66,7 +66,7 @@ class TensorFile:
         entry = self.entries[name]
         return self._file.tensor(entry.start, entry.shape, entry.dtype)
 
-    def _read_header(self) -> tuple[dict[str, Entry], dict[str, str]]:
+    def _read_header(self) -> tuple[dict[str, TensorEntry], dict[str, str]]:
         size = self._file.size
         if size < 10:
             raise self._damaged(f"it has only {size} bytes")
@@ -80,7 +80,7 @@ class TensorFile:
         entries, spans = {}, []
         for name, fields in header.items():
             dtype, shape, begin, end = self._entry(name, fields)
-            entries[name] = Entry(dtype, shape, 8 + length + begin)
+            entries[name] = TensorEntry(dtype, shape, 8 + length + begin)
             spans.append((begin, end, name))
         reached = 0
         for begin, end, name in sorted(spans):

@@ -4,14 +4,14 @@ from lmstate.generation.generate import Generation, generate, stream
 from lmstate.generation.grammar import Grammar
 from lmstate.generation.logprobs import TokenLogprob
 from lmstate.generation.params import SamplingParams
-from lmstate.generation.report import Piece, Report
+from lmstate.generation.report import Report, RowPiece
 from lmstate.generation.sampling import Sampler
 
 __all__ = [
     "Generation",
     "Grammar",
-    "Piece",
     "Report",
+    "RowPiece",
     "Sampler",
     "SamplingParams",
     "TokenLogprob",

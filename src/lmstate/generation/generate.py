@@ -25,7 +25,7 @@ from lmstate.errors import CapacityError, PendingError
 from lmstate.generation.logprobs import TokenLogprob
 from lmstate.generation.params import sampling_params
 from lmstate.generation.prompts import Prompt, as_token_lists
-from lmstate.generation.report import Piece, Report
+from lmstate.generation.report import Report, RowPiece
 from lmstate.generation.row import AnswerRow, most_likely
 from lmstate.generation.sampling import Sampler
 from lmstate.language_model import LanguageModel
@@ -113,7 +113,7 @@ class Generation:
             draft=self._speculator.report() if self._speculator else DraftReport(),
         )
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[RowPiece]:
         if self.params.max_new_tokens == 0:
             self._prefill_only()
             return
@@ -128,7 +128,7 @@ class Generation:
     def _going(self) -> list[int]:
         return [index for index, row in enumerate(self._rows) if row.feed and not row.over]
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _pieces(self) -> Iterator[RowPiece]:
         texts = self._first_step()
         while True:
             given = dict.fromkeys(texts, 0)
@@ -137,7 +137,7 @@ class Generation:
                     for piece in pieces:
                         given[row] += 1
                         if piece:
-                            yield Piece(row, piece)
+                            yield RowPiece(row, piece)
             except GeneratorExit:
                 self._close({row: pieces[given[row] :] for row, pieces in texts.items()})
                 raise

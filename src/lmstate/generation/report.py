@@ -9,7 +9,7 @@ from lmstate.generation.row import Finish
 from lmstate.speculation.speculator import DraftReport
 
 
-class Piece(NamedTuple):
+class RowPiece(NamedTuple):
     """Text that a row's answer grew by."""
 
     row: int

@@ -68,12 +68,12 @@ class Pieces:
         # A piece may end in any thread, in the middle of anything: what is called then is no line of Python.
         self._ended: deque[_Taken] = deque()
 
-    def take(self, size: int) -> Piece:
+    def take(self, size: int) -> PageSpan:
         """`size` bytes of any content, on a cache line. Raises MemoryError."""
         each = -(-size // LINE) * LINE
         if each > self.SLAB // 4:
             own = pages(size)
-            return Piece(memoryview(own), _address(own))
+            return PageSpan(memoryview(own), _address(own))
         with self._lock:
             while self._ended:
                 self._give_back(self._ended.popleft())
@@ -87,7 +87,7 @@ class Pieces:
             taken = _Taken(memory, self._ended.append)
             taken.slab, taken.at = slab, at
             self._taken[id(taken)] = taken
-        return Piece(memory, slab.address + at)
+        return PageSpan(memory, slab.address + at)
 
     def _give_back(self, ended: _Taken) -> None:
         del self._taken[id(ended)]
@@ -99,7 +99,7 @@ class Pieces:
             slabs.remove(slab)
 
 
-class Piece(NamedTuple):
+class PageSpan(NamedTuple):
     """Bytes that last as long as somebody refers to `memory`, and where they lie."""
 
     memory: memoryview

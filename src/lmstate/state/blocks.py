@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lmstate.errors import CapacityError, StateError
 from lmstate.ops import memory
-from lmstate.ops.types.block_table import BLOCK_TOKENS, Block, RowBlocks
+from lmstate.ops.types.block_table import BLOCK_TOKENS, KVBlock, RowBlocks
 from lmstate.ops.types.slabs import BufferShape, Slabs
 
 
@@ -36,9 +36,9 @@ class BlockPool:
             )
         self.limit = limit
         self._nbytes = 0
-        self._sizes: dict[ref[Block], int] = {}
+        self._sizes: dict[ref[KVBlock], int] = {}
         # A block may end in any thread, in the middle of anything: what is called then is no line of Python.
-        self._ended: deque[ref[Block]] = deque()
+        self._ended: deque[ref[KVBlock]] = deque()
         self.lock = RLock()
         """States in several threads may share a pool: held by who requires room until it has taken it."""
 
@@ -56,7 +56,7 @@ class BlockPool:
             self._forget_ended()
             return self._nbytes
 
-    def allocate(self, spec: BlockSpec, count: int = 1, zeroed: bool = True) -> list[Block]:
+    def allocate(self, spec: BlockSpec, count: int = 1, zeroed: bool = True) -> list[KVBlock]:
         """Blocks of zeros, or of any numbers."""
         blocks = spec.new(count, zeroed)
         with self.lock:
@@ -118,11 +118,11 @@ class BlockSpec:
         sizes = [-(-buffer.nbytes // memory.LINE) * memory.LINE for buffer in buffers.values()]
         *self._places, self._size = accumulate(sizes, initial=0)
 
-    def new(self, count: int, zeroed: bool) -> list[Block]:
+    def new(self, count: int, zeroed: bool) -> list[KVBlock]:
         """Blocks that nobody counts, of zeros or of any numbers. Raises MemoryError."""
         if self.slabs is not None:
             return self.slabs.take(count, zeroed)
-        blocks: list[Block] = []
+        blocks: list[KVBlock] = []
         for _ in range(count):
             piece = memory.pieces.take(self._size)
             if zeroed:
@@ -130,15 +130,15 @@ class BlockSpec:
             blocks.append(_PieceBlock(self, piece))
         return blocks
 
-    def pointers(self, piece: memory.Piece) -> tuple[int, ...]:
+    def pointers(self, piece: memory.PageSpan) -> tuple[int, ...]:
         """Addresses of the buffers of a block."""
         return tuple(piece.address + at for at in self._places)
 
-    def tensors(self, piece: memory.Piece) -> tuple[Tensor, ...]:
+    def tensors(self, piece: memory.PageSpan) -> tuple[Tensor, ...]:
         """The buffers of a block."""
         return tuple(piece.tensor(at, b.shape, b.dtype) for at, b in zip(self._places, self.buffers.values()))
 
-    def written(self, pool: BlockPool, start: int, tensors: Mapping[str, Tensor]) -> list[Block]:
+    def written(self, pool: BlockPool, start: int, tensors: Mapping[str, Tensor]) -> list[KVBlock]:
         """New blocks of tensors `[*heads, n, D]`, one for each buffer, of the positions from `start` on.
 
         Zeros stand before them in the first block, and behind them in the last. Raises `CapacityError` of the pool.
@@ -157,12 +157,12 @@ class BlockSpec:
         return blocks
 
 
-class _PieceBlock(Block):
+class _PieceBlock(KVBlock):
     """A block in one piece of the processor's memory."""
 
     __slots__ = ("_piece", "_pointers", "_spec")
 
-    def __init__(self, spec: BlockSpec, piece: memory.Piece) -> None:
+    def __init__(self, spec: BlockSpec, piece: memory.PageSpan) -> None:
         super().__init__(spec.nbytes)
         self._spec, self._piece, self._pointers = spec, piece, spec.pointers(piece)
 
@@ -230,7 +230,7 @@ class CapturedBlocks(Mapping[str, Tensor]):
         """Of the positions, not of the blocks that hold them."""
         return (self.stop - self.start) * sum(buffer.nbytes for buffer in self.buffers.values()) // BLOCK_TOKENS
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[KVBlock]:
         return [block for block in self.row.blocks if block is not None]
 
     def follow(self, before: CapturedBlocks) -> None:
@@ -256,7 +256,7 @@ class CapturedBlocks(Mapping[str, Tensor]):
 
         Whoever wrote the later piece wrote into the earlier one's block, or into a copy of it.
         """
-        blocks: list[Block | None] = []
+        blocks: list[KVBlock | None] = []
         for piece in pieces:
             first = piece.start // BLOCK_TOKENS
             blocks[first:] = [*[None] * (first - len(blocks)), *piece.row.blocks[first:]]
@@ -296,7 +296,7 @@ def nbytes_of(captured: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in captured.values())
 
 
-def held_by(captured: Mapping[str, Tensor]) -> Iterator[Block | Tensor]:
+def held_by(captured: Mapping[str, Tensor]) -> Iterator[KVBlock | Tensor]:
     """Blocks of a captured layer, which others may hold too, and its tensors."""
     if isinstance(captured, CapturedBlocks):
         yield from captured.blocks()

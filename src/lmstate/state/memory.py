@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lmstate.ops.types.block_table import Block
+from lmstate.ops.types.block_table import KVBlock
 from lmstate.state.layers.base import LayerState
 from lmstate.state.rows import Row
 
@@ -35,7 +35,7 @@ def memory_by_kind(
         for row in rows
         for mark in row.marks
         for kept in mark.held()
-        for each in (kept.tensors if isinstance(kept, Block) else (kept,))
+        for each in (kept.tensors if isinstance(kept, KVBlock) else (kept,))
         if each.data_ptr() not in counted
     }
     for name, sizes in (("logits", logits), ("marks", marks)):
@@ -57,5 +57,5 @@ def _by_place(layers: Sequence[LayerState], rows: Sequence[Row]) -> dict[int, in
     tensors = [tensor for layer in layers for tensor in layer.tensors()]
     tensors += [row.logits for row in rows if row.logits is not None]
     for kept in (kept for row in rows for mark in row.marks for kept in mark.held()):
-        tensors += kept.tensors if isinstance(kept, Block) else [kept]
+        tensors += kept.tensors if isinstance(kept, KVBlock) else [kept]
     return {tensor.data_ptr(): tensor.nbytes for tensor in tensors}

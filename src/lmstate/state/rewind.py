@@ -9,7 +9,7 @@ from lmstate.state.layers.base import LayerState
 from lmstate.state.rows import Mark, Row
 
 
-def nearest_checkpoint(layers: Sequence[LayerState], row: int, own: Row, to: int) -> tuple[int, Mark | None]:
+def nearest_mark(layers: Sequence[LayerState], row: int, own: Row, to: int) -> tuple[int, Mark | None]:
     """The last position at or before `to` that needs no token computed, and the mark that holds it, if one does.
 
     `own`: the record of the row. A mark is of use only beside layers of its own `frequency_key`: it holds those that
@@ -26,7 +26,7 @@ def nearest_checkpoint(layers: Sequence[LayerState], row: int, own: Row, to: int
 
 def rewind_layers(layers: Sequence[LayerState], row: int, own: Row, to: int, changes: Changes) -> Row:
     """Take the layers of a row back to `to`, or as little before it as can be. Its tokens stay."""
-    base, mark = nearest_checkpoint(layers, row, own, to)
+    base, mark = nearest_mark(layers, row, own, to)
     if base == own.cached:
         return own
     for index, layer in enumerate(layers):

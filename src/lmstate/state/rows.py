@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lmstate.ops.types.block_table import Block
+from lmstate.ops.types.block_table import KVBlock
 from lmstate.state.blocks import held_by
 
 
@@ -21,7 +21,7 @@ class Mark:
     layers: dict[int, Mapping[str, Tensor]]
     logits: Tensor | None
 
-    def held(self) -> Iterable[Block | Tensor]:
+    def held(self) -> Iterable[KVBlock | Tensor]:
         """Blocks that a row may hold too, and tensors."""
         yield from (held for layer in self.layers.values() for held in held_by(layer))
         if self.logits is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import SnapshotError, StateError
-from lmstate.ops.types.block_table import Block
+from lmstate.ops.types.block_table import KVBlock
 from lmstate.state.blocks import CapturedBlocks, Parts, held_by, nbytes_of
 from lmstate.state.gradients import CopiedGraphs
 from lmstate.state.layer_file import MOST_TOKENS, by_layer, metadata_number, read_layers, write_layers
@@ -126,7 +126,7 @@ class Snapshot:
             raise SnapshotError(f"the snapshot's logits are {_shown(logits)}; this model gives float32 [{vocab_size}]")
         return Row.of(tokens, cached, frequency_key, logits.to(device, torch.float32, copy=True))
 
-    def held(self) -> Iterator[Block | Tensor]:
+    def held(self) -> Iterator[KVBlock | Tensor]:
         """Blocks, which others may hold too, and tensors."""
         for layer in self.layers:
             yield from held_by(layer)

@@ -11,14 +11,14 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from lmstate.errors import CapacityError, PendingError, RewindError, SnapshotError, StateError, UnsupportedError
-from lmstate.ops.types.block_table import Block
+from lmstate.ops.types.block_table import KVBlock
 from lmstate.state.changes import Changes
 from lmstate.state.device import DeviceResult, DeviceSteps
 from lmstate.state.gradients import CopiedGraphs
 from lmstate.state.inference_mode import ordinary_tensors
 from lmstate.state.layers.base import LayerState, Layout
 from lmstate.state.memory import Memory, memory_by_kind, nbytes_beside
-from lmstate.state.rewind import nearest_checkpoint, rewind_layers
+from lmstate.state.rewind import nearest_mark, rewind_layers
 from lmstate.state.rows import Mark, Row
 from lmstate.state.snapshot import Snapshot, differences
 from lmstate.state.step import DeviceStep, Step, as_counts
@@ -166,7 +166,7 @@ class State:
                 held["tree"] += pending.logits.nbytes
         return held
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[KVBlock]:
         """Blocks of all rows and layers, see `LayerState.blocks`. Marks aside."""
         for layer in self.layers:
             yield from layer.blocks()
@@ -399,7 +399,7 @@ class State:
         then computes it from the start.
         """
         row, to, own = self._rewindable(row, to)
-        base, _ = nearest_checkpoint(self.layers, row, own, to)
+        base, _ = nearest_mark(self.layers, row, own, to)
         expected = own.expected if to == own.length else 0  # a rewind ends what was expected
         return to - base if own.frequency_key == self._frequency_key(max(to + 1, expected)) else to
 

@@ -35,7 +35,7 @@ Batch = TypeVar("Batch", bound=Forkable)
 
 
 @dataclass(frozen=True)
-class Branch:
+class TreePath:
     """The path from a row's last token to one leaf of its tree."""
 
     row: int
@@ -48,7 +48,7 @@ class PendingTree(Generic[Batch]):
 
     counts: tuple[int, ...]  # nodes of each row
     parents: tuple[tuple[int, ...], ...]
-    branches: tuple[Branch, ...]
+    branches: tuple[TreePath, ...]
     state: Batch
 
     @property
@@ -100,7 +100,7 @@ def grow(state: Batch, ids: Sequence[Sequence[int]], parents: Sequence[Sequence[
     checked = tuple(tuple(whole_number(parent, "a parent") for parent in row) for row in parents)
     if len(checked) != len(ids):
         raise StateError(f"parents were given for {len(checked)} rows, and tokens for {len(ids)}")
-    branches: list[Branch] = []
+    branches: list[TreePath] = []
     for row, (tokens, above) in enumerate(zip(ids, checked)):
         if len(above) != len(tokens) or any(not -1 <= parent < node for node, parent in enumerate(above)):
             raise StateError(
@@ -108,7 +108,7 @@ def grow(state: Batch, ids: Sequence[Sequence[int]], parents: Sequence[Sequence[
                 "the index of a token before it"
             )
         leaves = [node for node in range(len(tokens)) if node not in above]
-        branches += [Branch(row, _path(above, leaf)) for leaf in leaves] or [Branch(row, ())]
+        branches += [TreePath(row, _path(above, leaf)) for leaf in leaves] or [TreePath(row, ())]
     forked = copy.deepcopy(state)
     idle = {row for row in state.removed if not ids[row]}  # others are refused, as in any step
     forked.select([None if branch.row in idle else branch.row for branch in branches])

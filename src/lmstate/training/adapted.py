@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmstate.checkpoints.loader import Make, Numbers, Part, WeightLoader
+from lmstate.checkpoints.loader import Make, Numbers, StackedMatrix, WeightLoader
 from lmstate.checkpoints.source import Source, floats
 from lmstate.checkpoints.text_model import TextModelSource
 from lmstate.errors import ModelError, StateError
@@ -72,7 +72,7 @@ class AdaptedWeights(WeightLoader):
         if label in self._made or not any(self._updates(name) for name in names if len(self.shape(name)) == 2):
             return super().derived(label, *names, make=make, shape=shape, stored=stored)
         self._asked.update(names)
-        part = Part(names, stored or self.source.stored(names[0]), updated)
+        part = StackedMatrix(names, stored or self.source.stored(names[0]), updated)
         weight, _ = self._convert([part], self._storage([part]), None)
         self._expect(label, weight.shape, shape)
         self._made[label] = self._for_decoding(weight)

@@ -36,14 +36,14 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Entry:
+class DocumentEntry:
     """One document of a file as it is written there; `where` names its line."""
 
     fields: dict[str, Any]
     where: str
 
 
-def read_entries(path: str | os.PathLike[str]) -> list[Entry]:
+def read_entries(path: str | os.PathLike[str]) -> list[DocumentEntry]:
     """The entries of a file with one JSON object a line; one entry of a file of plain text (.txt, .md).
 
     `{"messages": [{"role": ..., "content": ...}, ...]}`: a chat, of which the assistant's answers are learned; with
@@ -53,7 +53,7 @@ def read_entries(path: str | os.PathLike[str]) -> list[Entry]:
     name = str(path)
     if Path(path).suffix.lower() in TEXTS:
         try:
-            return [Entry({"text": Path(path).read_text("utf-8-sig")}, name)]
+            return [DocumentEntry({"text": Path(path).read_text("utf-8-sig")}, name)]
         except UnicodeDecodeError as error:
             raise ModelError(f"{name} is no UTF-8 text ({error})") from None
     entries = []
@@ -67,7 +67,7 @@ def read_entries(path: str | os.PathLike[str]) -> list[Entry]:
             except (ValueError, RecursionError) as error:
                 raise ModelError(f"{where} is no JSON ({error}); give one object a line, or a .txt") from None
             _check(entry, where)
-            entries.append(Entry(entry, where))
+            entries.append(DocumentEntry(entry, where))
     if not entries:
         raise ModelError(f"{name} holds nothing to learn: it is empty")
     return entries
@@ -96,7 +96,7 @@ def _check(entry: Any, where: str) -> None:
 
 
 def tokenize(
-    entries: Sequence[Entry],
+    entries: Sequence[DocumentEntry],
     tokenizer: Tokenizer,
     eos: int | None,
     skipped: Callable[[str], None] = lambda where: None,

@@ -31,7 +31,7 @@ LOG = "log.jsonl"
 
 
 @dataclass(frozen=True)
-class Settings:
+class FinetuneSettings:
     """Training settings. Changed ones are refused when a training is resumed."""
 
     steps: int
@@ -55,7 +55,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Report:
+class TrainingReport:
     """A step that was made."""
 
     step: int  # from 1 on
@@ -78,7 +78,7 @@ class FineTuning:
         self,
         model: ParameterModel,
         documents: Sequence[Document],
-        settings: Settings,
+        settings: FinetuneSettings,
         folder: Path,
         evaluated: Sequence[Document] = (),
         resume: bool = False,
@@ -112,7 +112,7 @@ class FineTuning:
 
     def run(
         self,
-        report: Callable[[Report], None] = lambda report: None,
+        report: Callable[[TrainingReport], None] = lambda report: None,
         save_every: int = 0,
         evaluate_every: int = 0,
         stop: Callable[[], bool] = lambda: False,
@@ -157,7 +157,7 @@ class FineTuning:
             checkpoint=self.settings.checkpoint_layers,
         )
 
-    def _step(self, group: Sequence[Sequence[Document]]) -> Report:
+    def _step(self, group: Sequence[Sequence[Document]]) -> TrainingReport:
         settings = self.settings
         count = sum(document.learned for batch in group for document in batch)
         total = 0.0
@@ -174,7 +174,7 @@ class FineTuning:
             own["lr"] = rate
         self.optimizer.step()
         self.step += 1
-        return Report(self.step, total, rate, float(norm), sum(len(d.tokens) for batch in group for d in batch))
+        return TrainingReport(self.step, total, rate, float(norm), sum(len(d.tokens) for batch in group for d in batch))
 
     def _groups(self) -> Iterator[list[list[Document]]]:
         """The batches of each step, the same ones whenever it is asked."""
@@ -273,7 +273,7 @@ def plot(log: Path, image: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    reports = [Report(**json.loads(line)) for line in log.read_text("utf-8").splitlines()]
+    reports = [TrainingReport(**json.loads(line)) for line in log.read_text("utf-8").splitlines()]
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     axes.plot([each.step for each in reports], [each.loss for each in reports], label="training")
     seen = [(each.step, each.evaluated) for each in reports if each.evaluated is not None]

@@ -49,7 +49,7 @@ class GgufContents:
     tensors: dict[str, TensorPlace]
 
 
-class Cursor:
+class BufferReader:
     """Reads forward through a buffer; running past its end is a `ModelError`, not an exception of struct."""
 
     def __init__(self, file: MappedFile) -> None:
@@ -111,7 +111,7 @@ class Cursor:
 
 def parse(file: MappedFile) -> GgufContents:
     """Metadata and tensor table of a mapped GGUF file. Raises `ModelError` for anything that does not add up."""
-    cursor = Cursor(file)
+    cursor = BufferReader(file)
     if file.buffer[:4] != b"GGUF":
         raise ModelError(f"{file.path} is not a GGUF file: it does not begin with the letters GGUF")
     if file.size < 24:
@@ -144,7 +144,7 @@ def parse(file: MappedFile) -> GgufContents:
     return GgufContents(metadata, tensors)
 
 
-def _tensor(cursor: Cursor) -> tuple[str, tuple[int, ...], str, int]:
+def _tensor(cursor: BufferReader) -> tuple[str, tuple[int, ...], str, int]:
     name = cursor.string()
     shown = name[:80]
     rank = cursor.number("I")

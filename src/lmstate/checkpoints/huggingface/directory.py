@@ -23,7 +23,7 @@ MOST_TEMPLATE = 2**22  # bytes
 FLOATS = ("float32", "float16", "bfloat16")
 
 
-class Checkpoint:
+class CheckpointFolder:
     """A `Source` over a directory. Tensors are mapped, not read; shards are opened when first needed."""
 
     def __init__(self, path: Path) -> None:

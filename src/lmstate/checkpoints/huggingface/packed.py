@@ -18,9 +18,9 @@ from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.huggingface.mxfp4 import DOUBLED
 from lmstate.checkpoints.source import GROUP, GroupedQuant
 from lmstate.errors import ModelError
-from lmstate.files.safetensors import Entry
+from lmstate.files.safetensors import TensorEntry
 
-Entries = Mapping[str, Entry]
+Entries = Mapping[str, TensorEntry]
 Get = Callable[[str], Tensor]
 METHODS = ("gptq", "awq", "compressed-tensors", "modelopt", "bitsandbytes")
 """The `quant_method`s whose packed integers are read."""

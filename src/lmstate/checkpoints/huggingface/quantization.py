@@ -12,7 +12,7 @@ from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.huggingface import fp8, packed
 from lmstate.checkpoints.source import dtype_name
 from lmstate.errors import ModelError
-from lmstate.files.safetensors import Entry
+from lmstate.files.safetensors import TensorEntry
 
 MXFP4 = "mxfp4"  # its blocks are bytes, which the family takes apart
 # What quantized matrices are packed in. Indices, which checkpoints of floats may hold too, are int64.
@@ -28,7 +28,7 @@ def settings(config: dict[str, Any], path: Path) -> Config:
     return whole.fields("quantization_config", None) or inner.fields("quantization_config", None) or Config({})
 
 
-def check_read(quantization: Config, tensors: Mapping[str, Entry], path: Path) -> None:
+def check_read(quantization: Config, tensors: Mapping[str, TensorEntry], path: Path) -> None:
     """Raise `ModelError` if the config names how matrices were quantized, and some are in a way that is not read.
 
     What the tensors are decides: tools name themselves in the configs of models that they left as they were.

@@ -13,7 +13,7 @@ from lmstate.cli.chat.input import MORE, PROMPT, as_text, read
 from lmstate.cli.output import describe, note, one_line, write_pieces
 
 if TYPE_CHECKING:
-    from lmstate.cli.chat.conversation import Conversation
+    from lmstate.cli.chat.conversation import ChatConversation
 
 
 def chat(
@@ -52,10 +52,10 @@ def chat(
       lmstate chat smollm2 --system "You answer in one sentence." -t 0.7
       lmstate chat smollm2 --transcript < questions.txt > talk.txt
     """
-    from lmstate.cli.chat.conversation import Conversation
+    from lmstate.cli.chat.conversation import ChatConversation
 
     system = None if system is None else as_text(system, "--system")
-    sampling = options.Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    sampling = options.SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     kv = options.kv_storage(kv_bits)
     loaded = options.load_model(model, weights, threads, adapter, draft, device, activations)
     if not loaded.tokenizer.has_chat_template:
@@ -64,7 +64,7 @@ def chat(
     if typed_in:
         note(f"{model}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
     drafter = options.load_drafter(draft, device)
-    conversation = Conversation(
+    conversation = ChatConversation(
         loaded, system, sampler=sampling.of(loaded), max_new_tokens=max_tokens, draft=drafter, kv=kv
     )
     failed = talk(conversation, stats, transcript and not typed_in)
@@ -73,7 +73,7 @@ def chat(
         raise typer.Exit(1)
 
 
-def talk(conversation: Conversation, stats: bool, transcript: bool = False) -> int:
+def talk(conversation: ChatConversation, stats: bool, transcript: bool = False) -> int:
     """Read, answer, repeat, until the input ends or /exit. Errors of a turn are told, and the conversation goes on.
 
     Returns how many turns failed. `transcript`: what is read is written too.
@@ -109,7 +109,7 @@ def quoted(text: str) -> str:
     return PROMPT + text.encode(errors="replace").decode().replace("\n", f"\n{MORE}")
 
 
-def answer(conversation: Conversation, question: str, stats: bool, instead: bool = False) -> None:
+def answer(conversation: ChatConversation, question: str, stats: bool, instead: bool = False) -> None:
     """One turn: the answer to stdout as it comes, then what it took. `instead`: of the last turn."""
     ask = conversation.edit if instead else conversation.ask
     try:

@@ -17,7 +17,7 @@ from lmstate.speculation import Speculator, make_drafter
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from lmstate.generation import Piece
+    from lmstate.generation import RowPiece
     from lmstate.models.model import Model
     from lmstate.speculation import DraftChoice
     from lmstate.state import Snapshot, State
@@ -33,7 +33,7 @@ class Replaced:
     branches: Branches
 
 
-class Conversation:
+class ChatConversation:
     """Messages, and a state that holds as many of their tokens as the model has seen.
 
     The rendered template of all messages is what the state ought to hold. Before each answer the two are compared token
@@ -107,7 +107,7 @@ class Conversation:
             max_new_tokens=self.max_new_tokens,
             draft=self.draft,
         )
-        pieces = cast("Generator[Piece]", iter(generation))
+        pieces = cast("Generator[RowPiece]", iter(generation))
         try:
             with closing(pieces):
                 for piece in pieces:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmstate.cli.chat.branches import save
-from lmstate.cli.chat.conversation import Conversation
+from lmstate.cli.chat.conversation import ChatConversation
 from lmstate.cli.output import size
 
 
@@ -29,14 +29,14 @@ class Command:
 
     usage: str
     summary: str
-    run: Callable[[Conversation, str], str]
+    run: Callable[[ChatConversation, str], str]
 
     @property
     def name(self) -> str:
         return self.usage.split()[0]
 
 
-def run_command(line: str, commands: Mapping[str, Command], conversation: Conversation) -> str:
+def run_command(line: str, commands: Mapping[str, Command], conversation: ChatConversation) -> str:
     """Run a line that begins with a slash. Returns what to tell. Raises ValueError for an unknown command."""
     name, _, argument = line.partition(" ")
     if name not in commands:
@@ -47,7 +47,7 @@ def run_command(line: str, commands: Mapping[str, Command], conversation: Conver
     return command.run(conversation, argument.strip())
 
 
-def complete(begun: str, commands: Mapping[str, Command], conversation: Conversation) -> list[str]:
+def complete(begun: str, commands: Mapping[str, Command], conversation: ChatConversation) -> list[str]:
     """The lines that the beginning of one can become: commands, and after /switch branches, after /load files."""
     name, space, argument = begun.partition(" ")
     if not space:
@@ -74,36 +74,36 @@ def _paths(begun: str) -> list[str]:
     return [f"{parent}{path.name}{'/' if path.is_dir() else ''}" for path in found]
 
 
-def _help(conversation: Conversation, argument: str) -> str:
+def _help(conversation: ChatConversation, argument: str) -> str:
     width = max(len(command.usage) for command in COMMANDS.values())
     lines = [f"{command.usage:{width}}  {command.summary}" for command in COMMANDS.values()]
     lines += [f"{key:{width}}  {summary}" for key, summary in KEYS.items()]
     return "\n".join(lines)
 
 
-def _exit(conversation: Conversation, argument: str) -> str:
+def _exit(conversation: ChatConversation, argument: str) -> str:
     raise ExitChat
 
 
-def _reset(conversation: Conversation, argument: str) -> str:
+def _reset(conversation: ChatConversation, argument: str) -> str:
     held = conversation.state.lengths[0]
     conversation.reset()
     stays = "; the system message stays" if conversation.system else ""
     return f"forgot {held} tokens{stays}; /undo brings them back"
 
 
-def _tokens(conversation: Conversation, argument: str) -> str:
+def _tokens(conversation: ChatConversation, argument: str) -> str:
     held = conversation.state.lengths[0]
     return f"{held} tokens held, {len(conversation.messages)} messages"
 
 
-def _memory(conversation: Conversation, argument: str) -> str:
+def _memory(conversation: ChatConversation, argument: str) -> str:
     memory = conversation.state.memory()
     parts = ", ".join(f"{kind} {size(count)}" for kind, count in memory.items())
     return f"{size(sum(memory.values()))} for {conversation.state.lengths[0]} tokens ({parts or 'nothing yet'})"
 
 
-def _undo(conversation: Conversation, argument: str) -> str:
+def _undo(conversation: ChatConversation, argument: str) -> str:
     if argument and not argument.isdecimal():
         raise ValueError(f"/undo takes a number of turns, not {argument!r}")
     if not argument and (what := conversation.undo_replacement()):
@@ -113,18 +113,18 @@ def _undo(conversation: Conversation, argument: str) -> str:
     return f"took back {turns} turn{'s' * (turns > 1)}; {_priced(cost)}"
 
 
-def _edit(conversation: Conversation, argument: str) -> str:
+def _edit(conversation: ChatConversation, argument: str) -> str:
     if not argument:
         raise ValueError("/edit needs the question that takes the place of the last one")
     raise AskQuestion(argument)
 
 
-def _fork(conversation: Conversation, argument: str) -> str:
+def _fork(conversation: ChatConversation, argument: str) -> str:
     conversation.branches.fork(conversation.messages, conversation.state, argument)
     return f"on {argument} from here; /switch goes back"
 
 
-def _switch(conversation: Conversation, argument: str) -> str:
+def _switch(conversation: ChatConversation, argument: str) -> str:
     if not argument:
         raise ValueError(f"/switch needs the name of a branch; there are {', '.join(conversation.branches.known)}")
     state = conversation.state
@@ -133,11 +133,11 @@ def _switch(conversation: Conversation, argument: str) -> str:
     return f"on {argument}, {state.lengths[0]} tokens; {_priced(cost)}"
 
 
-def _tree(conversation: Conversation, argument: str) -> str:
+def _tree(conversation: ChatConversation, argument: str) -> str:
     return conversation.branches.tree(conversation.messages, conversation.state)
 
 
-def _save(conversation: Conversation, argument: str) -> str:
+def _save(conversation: ChatConversation, argument: str) -> str:
     force = argument.startswith("--force ")
     name = argument.removeprefix("--force ").strip()
     if not name:
@@ -146,7 +146,7 @@ def _save(conversation: Conversation, argument: str) -> str:
     return f"saved {snapshot.length} tokens, {size(snapshot.nbytes)}, to {name}"
 
 
-def _load(conversation: Conversation, argument: str) -> str:
+def _load(conversation: ChatConversation, argument: str) -> str:
     if not argument:
         raise ValueError("/load needs a file name")
     snapshot = conversation.load(Path(argument).expanduser())

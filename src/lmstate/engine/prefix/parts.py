@@ -9,7 +9,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from lmstate.errors import SnapshotError
-from lmstate.ops.types.block_table import Block
+from lmstate.ops.types.block_table import KVBlock
 from lmstate.state import LayerState, Snapshot, State
 from lmstate.state.blocks import CapturedBlocks, Parts, held_by, nbytes_of
 from lmstate.state.layers.composite import CompositeState
@@ -95,7 +95,7 @@ def pieces(layers: Layers) -> Iterator[CapturedBlocks]:
         yield from _pieces(layer)
 
 
-def held(layers: Layers | None) -> Iterator[Block | Tensor]:
+def held(layers: Layers | None) -> Iterator[KVBlock | Tensor]:
     """Blocks of layers, which others may hold too, and tensors."""
     for layer in layers or ():
         yield from held_by(layer)

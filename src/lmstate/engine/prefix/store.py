@@ -14,7 +14,7 @@ from torch import Tensor
 from lmstate.engine.prefix.parts import Layers, Split, cut, held, nbytes, pieces
 from lmstate.engine.prefix.tree import NODE_BYTES, Carry, Node, Stored, walk
 from lmstate.engine.tiers import Entry, Tier
-from lmstate.ops.types.block_table import Block
+from lmstate.ops.types.block_table import KVBlock
 from lmstate.state import Snapshot
 
 SLICE = 0.02  # of the budget that is made free at once
@@ -48,7 +48,7 @@ class PrefixStore:
         self.seconds_per_token = 1e-3  # measured by the engine
         self.nbytes = 0
         self.block_nbytes = 0  # of them, those of blocks, which rows may hold too
-        self._holders: Counter[Block] = Counter()  # of each block, how many nodes hold it
+        self._holders: Counter[KVBlock] = Counter()  # of each block, how many nodes hold it
         self.counts = {"stored": 0, "refused": 0, "evicted": 0}
         self._roots: dict[int, Node] = {}
         self._clock = count(1)
@@ -330,14 +330,14 @@ class PrefixStore:
                 self.nbytes += times * block.nbytes
                 self.block_nbytes += times * block.nbytes
 
-    def holds(self, block: Block) -> bool:
+    def holds(self, block: KVBlock) -> bool:
         """Whether a node holds a block."""
         return block in self._holders
 
-    def _fresh_bytes(self, coming: Iterable[Block | Tensor]) -> int:
+    def _fresh_bytes(self, coming: Iterable[KVBlock | Tensor]) -> int:
         """Bytes of blocks and tensors of which nothing is held yet."""
         each = {id(one): one for one in coming}.values()
-        return sum(one.nbytes for one in each if not (isinstance(one, Block) and one in self._holders))
+        return sum(one.nbytes for one in each if not (isinstance(one, KVBlock) and one in self._holders))
 
     def _freed_by(self, node: Node) -> int:
         """Bytes that go with a node: blocks that another one holds too stay."""

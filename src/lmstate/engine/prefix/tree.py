@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lmstate.engine.prefix.parts import Layers, cut, held
-from lmstate.ops.types.block_table import Block
+from lmstate.ops.types.block_table import KVBlock
 
 NODE_BYTES = 1024  # what Python keeps for a node beside its tensors and tokens, about
 
@@ -22,7 +22,7 @@ class Carry:
     logits: Tensor | None
 
     @property
-    def held(self) -> list[Block | Tensor]:
+    def held(self) -> list[KVBlock | Tensor]:
         """Blocks that others may hold too, and tensors."""
         return [*held(self.layers), *([] if self.logits is None else [self.logits])]
 
@@ -61,14 +61,14 @@ class Node:
     @property
     def own_nbytes(self) -> int:
         """Bytes in memory of what it does not share with others: all but blocks."""
-        tensors = sum(each.nbytes for each in self._held() if not isinstance(each, Block))
+        tensors = sum(each.nbytes for each in self._held() if not isinstance(each, KVBlock))
         return NODE_BYTES + self.tokens.itemsize * len(self.tokens) + tensors
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[KVBlock]:
         """Blocks of its run and of its carry; a block at a border is also a neighbor's."""
-        return [each for each in self._held() if isinstance(each, Block)]
+        return [each for each in self._held() if isinstance(each, KVBlock)]
 
-    def _held(self) -> list[Block | Tensor]:
+    def _held(self) -> list[KVBlock | Tensor]:
         return [*held(self.run), *([] if self.carry is None else self.carry.held)]
 
     def path(self) -> list[Node]:

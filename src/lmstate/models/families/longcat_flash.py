@@ -26,7 +26,7 @@ DEFAULTS: b.Defaults = {"longcat_flash": {**b.EPS, "zero_expert_num": 256}}
 
 
 @dataclass(frozen=True, eq=False)
-class Sublayer:
+class AttentionAndMLP:
     """An attention and the MLP behind it, with the norm before each."""
 
     attention: MultiHeadLatentAttention
@@ -42,8 +42,8 @@ class Shortcut:
     Its input is the stream itself, to which all parts add; so it stands in a block without norms or a part behind it.
     """
 
-    first: Sublayer
-    second: Sublayer
+    first: AttentionAndMLP
+    second: AttentionAndMLP
     experts: FeedForward
 
     @property
@@ -90,8 +90,8 @@ def build(w: WeightLoader) -> Model:
     rope = make_rope(config, rope_dim, theta=1e7, interleaved=True).to(w.device)
     normed = b.rms_norms(w, shape)
 
-    def sublayer(layer: str, index: int) -> Sublayer:
-        return Sublayer(
+    def sublayer(layer: str, index: int) -> AttentionAndMLP:
+        return AttentionAndMLP(
             scaled_attention(w, f"{layer}.self_attn.{index}", shape, rope, rope_dim),
             b.mlp(w, f"{layer}.mlps.{index}", shape.hidden, inner, act),
             normed(f"{layer}.input_layernorm.{index}"),

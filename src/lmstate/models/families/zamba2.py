@@ -12,7 +12,7 @@ from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.mamba2 import Mamba2
 from lmstate.models.layers.mlp import MLP
 from lmstate.models.layers.rope import make_rope
-from lmstate.models.layers.zamba_hybrid import Adapter, KeptEmbedding, SharedTransformer, ZambaHybrid
+from lmstate.models.layers.zamba_hybrid import KeptEmbedding, LayerAdapter, SharedTransformer, ZambaHybrid
 from lmstate.models.model import Block, Model
 
 DEFAULTS: b.Defaults = {"zamba2": b.EPS}
@@ -72,10 +72,10 @@ def build(w: WeightLoader) -> Model:
             attention_adapter,
         )
 
-    def adapter(*lists: str, inputs: int, outputs: tuple[int, ...]) -> Adapter:
+    def adapter(*lists: str, inputs: int, outputs: tuple[int, ...]) -> LayerAdapter:
         down = w.linear(*(f"{each}.0.weight" for each in lists), shape=([rank] * len(lists), inputs))
         ups = (w.linear(f"{each}.1.weight", shape=(size, rank)) for each, size in zip(lists, outputs))
-        return Adapter(down, tuple(ups))
+        return LayerAdapter(down, tuple(ups))
 
     def space(prefix: str) -> Mamba2:
         gated = b.gated_norm(w, f"{prefix}.mamba.norm.weight", sizes)

@@ -19,7 +19,7 @@ from lmstate.state.layers.recurrent import Carry
 
 
 @dataclass(frozen=True, eq=False)
-class LowRank:
+class LowRankProjection:
     """A projection through a bottleneck of B features, `up(down x)`; `down` is stacked with its layer's others."""
 
     up: Weight  # [N, B]
@@ -54,8 +54,8 @@ class GatedDelta(FusableLayer):
     gate_act: Literal["silu", "sigmoid"] = "silu"
     beta_scale: float = 1.0  # 2: negative eigenvalues (2411.12537)
     floor: float | None = None  # of the log decay, which then follows a sigmoid and not a softplus
-    decay_up: LowRank | None = None
-    gate_up: LowRank | None = None
+    decay_up: LowRankProjection | None = None
+    gate_up: LowRankProjection | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "conv", tap_major(self.conv))

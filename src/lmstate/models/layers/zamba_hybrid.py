@@ -26,7 +26,7 @@ class KeptEmbedding:
 
 
 @dataclass(eq=False)
-class Adapter:
+class LayerAdapter:
     """One layer's update of projections that it shares: a product of low rank each (LoRA, Hu et al. 2021).
 
     `down [n * rank, K]` serves all n of them; `ups [N, rank]`: one each, whose outputs lie side by side.
@@ -51,8 +51,8 @@ class SharedTransformer:
     attention_norm: Norm
     mlp: MLP
     mlp_norm: Norm
-    mlp_adapter: Adapter
-    attention_adapter: Adapter | None = None
+    mlp_adapter: LayerAdapter
+    attention_adapter: LayerAdapter | None = None
 
     def __call__(self, x: Tensor, step: Step, cache: LayerState) -> Tensor:
         both = torch.cat([x, step.extras["embedding"]], dim=-1)  # [R, T, 2E]

@@ -25,7 +25,7 @@ from lmstate.ops.types.kv_format import BLOCK
 from lmstate.ops.types.params import FULL_CAUSAL, AttentionParams, AttentionSums, CausalMask, QuantizedKV, RopeTables
 
 if TYPE_CHECKING:
-    from lmstate.ops.cpu.attention import Attention
+    from lmstate.ops.cpu.attention import AttentionBodies
 
 WHOLE = 512
 """Numbers of a vector that share a scale, at most: a head's."""
@@ -93,7 +93,9 @@ def attend_quantized(
     return kv_format.hadamard(seen)
 
 
-def _native(q: Tensor, new: tuple[Tensor, Tensor] | None, kv: QuantizedKV, sinks: Tensor | None) -> Attention | None:
+def _native(
+    q: Tensor, new: tuple[Tensor, Tensor] | None, kv: QuantizedKV, sinks: Tensor | None
+) -> AttentionBodies | None:
     library = dispatch.native(q, *(new or ()), kv.k, sinks)
     if library is None:
         return None

@@ -30,7 +30,7 @@ from lmstate.ops.types.block_table import Stored
 from lmstate.ops.types.params import AttentionParams, AttentionSums, CausalMask, QuantizedKV, RopeTables
 
 
-class Attention:
+class AttentionBodies:
     """The bodies of one variant. Queries are float32; every method but `append` returns a new tensor, contiguous."""
 
     def __init__(self, library: ctypes.CDLL) -> None:

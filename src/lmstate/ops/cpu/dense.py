@@ -14,7 +14,7 @@ from lmstate.ops.types.params import Norm, Residual
 from lmstate.ops.types.weight import Weight
 
 
-class Dense:
+class DenseBodies:
     """The bodies of one variant. Every method returns new tensors, contiguous, or fills those that it is given."""
 
     def __init__(self, library: ctypes.CDLL) -> None:

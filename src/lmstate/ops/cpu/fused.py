@@ -49,7 +49,7 @@ class _Packed(NamedTuple):
     pointers: Sequence[int] = ()
 
 
-class Fused:
+class FusedBodies:
     """The body of one variant, and its arguments. Tensors are float32 on the processor."""
 
     def __init__(self, library: ctypes.CDLL) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 
-from lmstate.ops.cpu.attention import Attention
-from lmstate.ops.cpu.dense import Dense
-from lmstate.ops.cpu.fused import Fused
-from lmstate.ops.cpu.mixers import Mixers
-from lmstate.ops.cpu.recurrent import Recurrent
-from lmstate.ops.cpu.slots import Slots
+from lmstate.ops.cpu.attention import AttentionBodies
+from lmstate.ops.cpu.dense import DenseBodies
+from lmstate.ops.cpu.fused import FusedBodies
+from lmstate.ops.cpu.mixers import MixerBodies
+from lmstate.ops.cpu.recurrent import RecurrentBodies
+from lmstate.ops.cpu.slots import SlotBodies
 
 SOFT_PAUSE = 1  # omp_pause_soft: settings stay
 
@@ -19,12 +19,12 @@ class Library:
 
     def __init__(self, variant: str, library: ctypes.CDLL) -> None:
         self.variant = variant
-        self.dense = Dense(library)
-        self.attention = Attention(library)
-        self.slots = Slots(library)
-        self.recurrent = Recurrent(library)
-        self.mixers = Mixers(library)
-        self.fused = Fused(library)
+        self.dense = DenseBodies(library)
+        self.attention = AttentionBodies(library)
+        self.slots = SlotBodies(library)
+        self.recurrent = RecurrentBodies(library)
+        self.mixers = MixerBodies(library)
+        self.fused = FusedBodies(library)
         self._pause = getattr(library, "omp_pause_resource_all", None)  # OpenMP 5.0
         self._set_threads = getattr(library, "omp_set_num_threads", None)
 

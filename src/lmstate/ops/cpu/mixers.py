@@ -30,7 +30,7 @@ class MixerParts(NamedTuple):
     """A convolution's tail, and a state where there is one."""
 
 
-class Mixers:
+class MixerBodies:
     """The mixers of one variant; float32 tensors on the processor. Signatures as in the operations."""
 
     def __init__(self, library: ctypes.CDLL) -> None:

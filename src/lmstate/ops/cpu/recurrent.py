@@ -23,7 +23,7 @@ RUN = 32
 _FEW = 32768
 
 
-class Recurrent:
+class RecurrentBodies:
     """The recurrent bodies of one variant; float32 tensors on the processor. Signatures as in the operations."""
 
     def __init__(self, library: ctypes.CDLL) -> None:

@@ -22,7 +22,7 @@ class PackedSlotCommit(NamedTuple):
     rows: int
 
 
-class Slots:
+class SlotBodies:
     """The body of one variant."""
 
     def __init__(self, library: ctypes.CDLL) -> None:

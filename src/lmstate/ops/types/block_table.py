@@ -15,7 +15,7 @@ BLOCK_TOKENS = 64
 """Positions of a block: as many as attention scores together, and as keys share the scales of a channel."""
 
 
-class Block(ABC):
+class KVBlock(ABC):
     """`BLOCK_TOKENS` positions of one row in one layer: a tensor `[*heads, B, D]` for each of its buffers.
 
     It lives as long as somebody holds it.
@@ -54,7 +54,7 @@ class Block(ABC):
 class RowBlocks(NamedTuple):
     """The blocks of one row, from the one of position 0 on. Never changed: rows, forks and snapshots hold the same."""
 
-    blocks: tuple[Block | None, ...] = ()
+    blocks: tuple[KVBlock | None, ...] = ()
     """None for those that a window has left behind."""
     shared: int = 0
     """So many of the first ones may have other holders: a write into one of them goes to a copy."""

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lmstate.ops.types.block_table import BLOCK_TOKENS, Block, BlockTable, RowBlocks
+from lmstate.ops.types.block_table import BLOCK_TOKENS, BlockTable, KVBlock, RowBlocks
 from lmstate.ops.types.slabs import Run, SlabBlock, Span, block_runs, clear, gather, on_device, position_runs, scatter
 
 Value = TypeVar("Value")
@@ -84,7 +84,7 @@ class Found(Generic[Value]):
         return last[2]
 
 
-def _in_slabs(blocks: Sequence[Block | None]) -> Sequence[SlabBlock]:
+def _in_slabs(blocks: Sequence[KVBlock | None]) -> Sequence[SlabBlock]:
     assert None not in blocks, "no room was reserved for the step, or a row's blocks do not follow each other"
     return cast(Sequence[SlabBlock], blocks)
 
@@ -112,7 +112,7 @@ class SlabTable(BlockTable):
         held = [row.blocks for row in self.places.rows]
         return self._addresses.get(len(held), list(held), lambda: self._address_table(held))
 
-    def _address_table(self, held: Sequence[tuple[Block | None, ...]]) -> Tensor:
+    def _address_table(self, held: Sequence[tuple[KVBlock | None, ...]]) -> Tensor:
         size = BLOCK_TOKENS * self.heads * self.width * self.dtype.itemsize
         bases: dict[int, int] = {}
         table = np.zeros((len(held), max(1, *map(len, held))), dtype=np.int64)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lmstate.ops.types.block_table import BLOCK_TOKENS, Block
+from lmstate.ops.types.block_table import BLOCK_TOKENS, KVBlock
 
 FEWEST = 16  # blocks of a slab
 MOST = 32 << 20  # bytes of a slab, unless more are asked for at once
@@ -68,7 +68,7 @@ class Slab:
             blocks.index_fill_(0, where, 0)
 
 
-class SlabBlock(Block):
+class SlabBlock(KVBlock):
     """A block of a slab."""
 
     __slots__ = ("index", "lease", "slab")
@@ -112,7 +112,7 @@ class Slabs:
         self._awaited: list[tuple[_Lease, list[ref[Tensor]]]] = []  # those that ended, but a graph may read them
         self._lock = threading.Lock()
 
-    def take(self, count: int, zeroed: bool) -> list[Block]:
+    def take(self, count: int, zeroed: bool) -> list[KVBlock]:
         """Blocks that follow each other as far as that can be; of zeros, or of any numbers."""
         with self._lock:
             while self._ended:
@@ -120,7 +120,7 @@ class Slabs:
             awaited, self._awaited = self._awaited, []
             for lease, tensors in awaited:
                 self._give_back(lease, tensors)
-            blocks: list[Block] = []
+            blocks: list[KVBlock] = []
             for slab in self._slabs:
                 blocks += self._of(slab, count - len(blocks), zeroed)
             if len(blocks) < count:
@@ -132,7 +132,7 @@ class Slabs:
                 blocks += self._of(self._slabs[-1], count - len(blocks), zeroed)
         return blocks
 
-    def _of(self, slab: Slab, most: int, zeroed: bool) -> list[Block]:
+    def _of(self, slab: Slab, most: int, zeroed: bool) -> list[KVBlock]:
         again = nsmallest(most, slab.free)
         if zeroed and again:
             slab.clear(again)  # while they are free: it may fail
@@ -142,7 +142,7 @@ class Slabs:
         slab.given += len(fresh)
         return [self._block(slab, index) for index in (*again, *fresh)]
 
-    def _block(self, slab: Slab, index: int) -> Block:
+    def _block(self, slab: Slab, index: int) -> KVBlock:
         block = SlabBlock(slab, index)
         lease = _Lease(block, self._ended.append)
         lease.slab, lease.index, lease.made = slab, index, ()

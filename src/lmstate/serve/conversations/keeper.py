@@ -18,7 +18,7 @@ from lmstate.serve.answer.service import Service, ToolUse
 from lmstate.serve.conversations.live import Live
 from lmstate.serve.conversations.markdown import GrowingMarkdown, render_blocks
 from lmstate.serve.conversations.store import ConversationStore
-from lmstate.serve.conversations.tree import Conversation, Node
+from lmstate.serve.conversations.tree import Conversation, MessageNode
 from lmstate.serve.wire.body import read
 from lmstate.serve.wire.errors import ApiError, as_api_error
 from lmstate.serve.wire.ids import new_id
@@ -37,7 +37,7 @@ FINISHED = {"eos": "done", "stop": "done", "length": "length", "capacity": "leng
 
 
 @dataclass(frozen=True)
-class Plan:
+class PromptPlan:
     """The prompt of an answer: the first `base` tokens of the answer before it, then `added`."""
 
     base: int
@@ -99,28 +99,28 @@ class Keeper:
 
     # ---- answers
 
-    async def say(self, live: Live, parent: Node | None, text: str) -> tuple[Node, Node]:
+    async def say(self, live: Live, parent: MessageNode | None, text: str) -> tuple[MessageNode, MessageNode]:
         """A message of the user below `parent`, and the answer to it, which begins to be written."""
         if parent is not None and parent.role != "assistant":
             raise ApiError("a message follows an answer: answer the message before it first", param="parent")
         if parent is not None and parent.status == "running":
             raise ApiError("the answer above is still being written: wait for it, or stop it", 409, param="parent")
-        user = Node(new_id("m", 10), None if parent is None else parent.id, "user", text, created=time())
+        user = MessageNode(new_id("m", 10), None if parent is None else parent.id, "user", text, created=time())
         answer = await self._answer(live, user, new=True)
         return user, answer
 
-    async def answer(self, live: Live, user: Node) -> Node:
+    async def answer(self, live: Live, user: MessageNode) -> MessageNode:
         """Another answer to a message."""
         if user.role != "user":
             raise ApiError("only a message of the user can be answered", param="parent")
         return await self._answer(live, user, new=False)
 
-    async def _answer(self, live: Live, user: Node, *, new: bool) -> Node:
+    async def _answer(self, live: Live, user: MessageNode, *, new: bool) -> MessageNode:
         conversation = live.conversation
         system = conversation.settings.get("system") or ""
         plan = await asyncio.to_thread(self._plan, conversation, user, system)
         request = self._submit(live, plan.tokens, other=bool(conversation.children(user.id)))
-        answer = Node(new_id("m", 10), user.id, "assistant", status="running", created=time(), system=system)
+        answer = MessageNode(new_id("m", 10), user.id, "assistant", status="running", created=time(), system=system)
         answer.base, answer.added, answer.start = plan.base, plan.added, len(plan.tokens)
         # Only now: what is refused has changed nothing.
         conversation.nodes |= {user.id: user, answer.id: answer}
@@ -129,7 +129,7 @@ class Keeper:
         self._begin(live, answer, request, [user, answer] if new else [answer])
         return answer
 
-    async def go_on(self, live: Live, answer: Node) -> Node:
+    async def go_on(self, live: Live, answer: MessageNode) -> MessageNode:
         """Write on an answer that was stopped or cut off; one that messages follow, as another answer."""
         self._refuse_unended(answer)
         if answer.end is not None:
@@ -144,7 +144,7 @@ class Keeper:
         self._begin(live, answer, request, [answer])
         return answer
 
-    async def fork(self, live: Live, answer: Node, at: int, token: int) -> Node:
+    async def fork(self, live: Live, answer: MessageNode, at: int, token: int) -> MessageNode:
         """An answer beside this one: the same up to its own token number `at`, then `token`."""
         self._refuse_unended(answer)
         conversation = live.conversation
@@ -165,32 +165,32 @@ class Keeper:
         self._begin(live, other, request, [other])
         return other
 
-    def stop(self, live: Live, answer: Node) -> None:
+    def stop(self, live: Live, answer: MessageNode) -> None:
         if (request := live.running.get(answer.id)) is not None:
             request.cancel()
 
-    def _refuse_unended(self, answer: Node) -> None:
+    def _refuse_unended(self, answer: MessageNode) -> None:
         if answer.role != "assistant" or answer.status == "running":
             raise ApiError("only an answer that is no longer written can be gone on with", 409)
 
     # ---- the parts of it
 
-    def _plan(self, conversation: Conversation, user: Node, system: str) -> Plan:
+    def _plan(self, conversation: Conversation, user: MessageNode, system: str) -> PromptPlan:
         """The prompt of a message: the tokens of the conversation as they were sampled, then what is new."""
         before = conversation.answer_before(user)
         known = conversation.tokens(before)
         renderer = self.service.renderer
         if not self.service.engine.chats:
             added = self.service.tokenizer.encode(user.text, add_special_tokens=not known)
-            return Plan(len(known), added, [*known, *added])
+            return PromptPlan(len(known), added, [*known, *added])
         chat = Chat(conversation.messages(user, system))
         tokens = None
         if before is not None and known and before.system == system:
             tokens = renderer.after(chat, len(chat.messages) - 1, known, before.end)
         if tokens is None or tokens[: len(known)] != known:
             tokens = renderer.prompt(chat).tokens
-            return Plan(0, tokens, tokens)
-        return Plan(len(known), tokens[len(known) :], tokens)
+            return PromptPlan(0, tokens, tokens)
+        return PromptPlan(len(known), tokens[len(known) :], tokens)
 
     def _submit(self, live: Live, tokens: list[int], *, other: bool = False) -> Request:
         if live.deleted:
@@ -203,7 +203,7 @@ class Keeper:
             tokens, params, max_new_tokens=settings.get("max_tokens"), priority=settings.get("priority") or 0
         )
 
-    def _begin(self, live: Live, answer: Node, request: Request, changed: list[Node]) -> None:
+    def _begin(self, live: Live, answer: MessageNode, request: Request, changed: list[MessageNode]) -> None:
         live.conversation.updated = time()
         self.store.put(live.conversation, *changed)
         live.touch(*changed)
@@ -212,7 +212,7 @@ class Keeper:
         live.tasks.add(task)
         task.add_done_callback(live.tasks.discard)
 
-    async def _write(self, live: Live, answer: Node, request: Request) -> None:
+    async def _write(self, live: Live, answer: MessageNode, request: Request) -> None:
         """Take an answer's pieces into the conversation, to its end."""
         status, wrong = "stopped", ""
         try:
@@ -231,7 +231,7 @@ class Keeper:
                 live.grew(answer, blocks)
                 await self.hold(live.conversation, answer)
 
-    async def _take(self, live: Live, answer: Node, request: Request) -> str:
+    async def _take(self, live: Live, answer: MessageNode, request: Request) -> str:
         """All pieces of an answer. Returns the status that it ended with."""
         reader, growing = self._reader(live, answer), GrowingMarkdown()
         own = live.conversation.own_tokens(answer)
@@ -276,13 +276,13 @@ class Keeper:
         answer.usage = {"prompt": usage.prompt, "generated": usage.generated, **usage_details(usage)}
         return FINISHED.get(completion.finished[0], "stopped")
 
-    def _reader(self, live: Live, answer: Node) -> Answer:
+    def _reader(self, live: Live, answer: MessageNode) -> Answer:
         """A parser that makes text and reasoning of an answer's tokens."""
         tokens = live.conversation.tokens(answer)[: answer.start]
         prompt = Prompt(tokens, self.service.tokenizer.decode(tokens[-64:], False), b"")
         return self.service.maker(prompt, ToolUse()).answers(1)[0]
 
-    async def hold(self, conversation: Conversation, answer: Node) -> None:
+    async def hold(self, conversation: Conversation, answer: MessageNode) -> None:
         """Let a session stand at the end of a branch: what going on from there needs then stays in memory."""
         above = conversation.answer_before(answer)
         try:
@@ -294,7 +294,7 @@ class Keeper:
         except Exception as error:  # the engine is closing, or the session was made meanwhile; nothing is lost
             log.info("the session of an answer was not made: %s", error)
 
-    def record(self, conversation: Conversation, answer: Node) -> Record:
+    def record(self, conversation: Conversation, answer: MessageNode) -> Record:
         """A branch as a session's record. Its messages tell where in the tokens each answer lies."""
         messages: list[dict[str, Any]] = []
         if answer.system:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lmstate.serve.conversations.markdown import render_blocks
-from lmstate.serve.conversations.tree import Conversation, Node
+from lmstate.serve.conversations.tree import Conversation, MessageNode
 
 if TYPE_CHECKING:
     from lmstate.engine import Request
@@ -43,7 +43,7 @@ class Live:
     def idle(self) -> bool:
         return not self.watchers and not self.tasks
 
-    def touch(self, *nodes: Node) -> None:
+    def touch(self, *nodes: MessageNode) -> None:
         """Tell those who watch that the conversation, and these messages in it, changed."""
         self.version += 1
         for node in nodes:
@@ -51,7 +51,7 @@ class Live:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def grew(self, node: Node, blocks: list[str], first: int = 0) -> None:
+    def grew(self, node: MessageNode, blocks: list[str], first: int = 0) -> None:
         """An answer has these blocks now, other ones than before from `first` on."""
         self.touch(node)
         shown = self._shown[node.id]
@@ -65,7 +65,7 @@ class Live:
                 await asyncio.wait_for(self._changed.wait(), seconds)
         return self.version != seen or self.deleted
 
-    def reading(self) -> list[Node]:
+    def reading(self) -> list[MessageNode]:
         """Answers whose prompt is still being read."""
         progress = {id: request.progress for id, request in self.running.items()}
         return [self.conversation.nodes[id] for id, (read, total) in progress.items() if read < total]
@@ -86,7 +86,7 @@ class Live:
         nodes = [self._told(node, seen) for node in told.nodes.values() if self._shown[node.id].version > seen]
         return {"version": self.version, "title": told.title, "settings": told.settings, "nodes": nodes}
 
-    def _told(self, node: Node, seen: int) -> dict[str, Any]:
+    def _told(self, node: MessageNode, seen: int) -> dict[str, Any]:
         shown = self._shown[node.id]
         if shown.blocks is None and node.status != "running":
             shown.show(render_blocks(node.text))

@@ -21,7 +21,7 @@ from lmstate.serve.answer.sampling import check_ids
 from lmstate.serve.answer.service import Service
 from lmstate.serve.conversations.keeper import Keeper, session_name
 from lmstate.serve.conversations.live import Live
-from lmstate.serve.conversations.tree import Conversation, Node
+from lmstate.serve.conversations.tree import Conversation, MessageNode
 from lmstate.serve.sessions import done, receive_file, temporary
 from lmstate.serve.wire.body import wrong
 from lmstate.serve.wire.errors import ApiError
@@ -201,7 +201,7 @@ async def state(service: Service, request: Request) -> ASGIApp:
     )
 
 
-def back(service: Service, conversation: Conversation, answer: Node) -> list[dict[str, Any]]:
+def back(service: Service, conversation: Conversation, answer: MessageNode) -> list[dict[str, Any]]:
     """Costs of going back to each earlier answer of a branch: the tokens up to it, and how many are computed again."""
     above = [node for node in conversation.path(answer)[:-1] if node.role == "assistant"][-MOST_BACK:]
     told = []
@@ -213,7 +213,7 @@ def back(service: Service, conversation: Conversation, answer: Node) -> list[dic
     return told
 
 
-def shared(conversation: Conversation, answer: Node | None) -> int:
+def shared(conversation: Conversation, answer: MessageNode | None) -> int:
     """Number of a branch's leading tokens that another branch shares: those before its last fork."""
     path = conversation.path(answer)
     for node in reversed(path):
@@ -262,9 +262,9 @@ async def upload(service: Service, request: Request) -> ASGIApp:
     return json_response({"id": live.conversation.id}, 201)
 
 
-def nodes_of(session: Session) -> tuple[list[Node], str]:
+def nodes_of(session: Session) -> tuple[list[MessageNode], str]:
     """(one branch of messages, the system prompt). Raises `ApiError` for a session that is no chat."""
-    tokens, system, nodes, length = session.tokens, "", list[Node](), 0
+    tokens, system, nodes, length = session.tokens, "", list[MessageNode](), 0
     told = session.messages
     if not told:
         raise ApiError("the file holds plain text, no messages: send it to /v1/sessions/NAME/snapshot")
@@ -277,7 +277,7 @@ def nodes_of(session: Session) -> tuple[list[Node], str]:
             continue
         if role != ("user" if not nodes or nodes[-1].role == "assistant" else "assistant"):
             raise ApiError("the file's session does not take turns: its messages cannot be shown as a conversation")
-        node = Node(new_id("m", 10), nodes[-1].id if nodes else None, role, text, created=time(), system=system)
+        node = MessageNode(new_id("m", 10), nodes[-1].id if nodes else None, role, text, created=time(), system=system)
         if role == "assistant":
             start, stop, node.end = place(message.get("lmstate"), length, len(tokens))
             if index == len(told) - 1:
@@ -305,14 +305,14 @@ async def opened(request: Request) -> Live:
     return await keeper(request).open(request.path_params["id"])
 
 
-async def found(request: Request) -> tuple[Live, Node]:
+async def found(request: Request) -> tuple[Live, MessageNode]:
     live = await opened(request)
     node = node_of(live, request.path_params["node"])
     assert node is not None
     return live, node
 
 
-def node_of(live: Live, id: str | None) -> Node | None:
+def node_of(live: Live, id: str | None) -> MessageNode | None:
     if id is not None and id not in live.conversation.nodes:
         raise ApiError(f"the conversation has no message {id[:100]!r}", 404)
     return None if id is None else live.conversation.nodes[id]

@@ -7,7 +7,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from lmstate.serve.conversations.tree import Conversation, Node
+from lmstate.serve.conversations.tree import Conversation, MessageNode
 from lmstate.serve.wire.database import open_database
 
 SCHEMA = """
@@ -56,13 +56,13 @@ class ConversationStore:
             ).fetchall()
         if row is None:
             return None
-        nodes = [Node(**json.loads(body)) for (body,) in bodies]
+        nodes = [MessageNode(**json.loads(body)) for (body,) in bodies]
         for node in nodes:
             if node.status == "running":  # the server ended before the answer did
                 node.status = "stopped"
         return Conversation(id, row[0], row[1], json.loads(row[2]), {node.id: node for node in nodes})
 
-    def put(self, conversation: Conversation, *nodes: Node) -> None:
+    def put(self, conversation: Conversation, *nodes: MessageNode) -> None:
         """Write a conversation's own row and these of its messages."""
         settings = json.dumps(conversation.settings)
         head = (conversation.id, self._model, conversation.title, conversation.updated, settings)

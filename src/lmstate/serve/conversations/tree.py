@@ -11,7 +11,7 @@ Alternative = tuple[int, float]
 
 
 @dataclass
-class Node:
+class MessageNode:
     """A message. `parent` None: it begins the conversation.
 
     An answer's text of tokens is the first `base` ones of the answer before it, then `added`; its own begin at `start`.
@@ -46,20 +46,20 @@ class Conversation:
     title: str
     updated: float
     settings: dict[str, Any] = field(default_factory=dict)
-    nodes: dict[str, Node] = field(default_factory=dict)
+    nodes: dict[str, MessageNode] = field(default_factory=dict)
 
-    def path(self, node: Node | None) -> list[Node]:
+    def path(self, node: MessageNode | None) -> list[MessageNode]:
         """The messages from the first to this one."""
-        found: list[Node] = []
+        found: list[MessageNode] = []
         while node is not None:
             found.append(node)
             node = self.nodes[node.parent] if node.parent is not None else None
         return found[::-1]
 
-    def children(self, id: str | None) -> list[Node]:
+    def children(self, id: str | None) -> list[MessageNode]:
         return [node for node in self.nodes.values() if node.parent == id]
 
-    def answer_before(self, node: Node | None) -> Node | None:
+    def answer_before(self, node: MessageNode | None) -> MessageNode | None:
         """The nearest answer above a message."""
         while node is not None and node.parent is not None:
             node = self.nodes[node.parent]
@@ -67,7 +67,7 @@ class Conversation:
                 return node
         return None
 
-    def tokens(self, answer: Node | None) -> list[int]:
+    def tokens(self, answer: MessageNode | None) -> list[int]:
         """All tokens up to the end of an answer."""
         found: list[int] = []
         for node in self.path(answer):
@@ -75,10 +75,10 @@ class Conversation:
                 found = [*found[: node.base], *node.added]
         return found
 
-    def own_tokens(self, answer: Node) -> list[int]:
+    def own_tokens(self, answer: MessageNode) -> list[int]:
         return self.tokens(answer)[answer.start :]
 
-    def messages(self, node: Node | None, system: str) -> tuple[Message, ...]:
+    def messages(self, node: MessageNode | None, system: str) -> tuple[Message, ...]:
         """The path to a message as what is rendered to a prompt."""
         said = [Message(one.role, one.text, one.reasoning) for one in self.path(node)]
         return (*([Message("system", system)] if system else []), *said)

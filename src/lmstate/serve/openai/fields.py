@@ -13,7 +13,7 @@ from lmstate.serve.answer.service import Constraint, Service
 from lmstate.serve.tools.custom import arguments_of
 from lmstate.serve.wire.body import wrong
 from lmstate.serve.wire.errors import ApiError
-from lmstate.serve.wire.schema.chat import ChatCall, ChatMessage, Content, ContentPart, Thinking
+from lmstate.serve.wire.schema.chat import ChatCall, ChatMessage, Content, ContentPart, ThinkingFields
 from lmstate.serve.wire.schema.common import Generating, JsonSchema, ResponseFormat, StructuredOutputs
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def lark_of(text: str, param: str) -> str:
     return f"start: %lark {{\n{text}\n}}"
 
 
-def thinking_of(body: Thinking) -> tuple[bool | None, dict[str, Any]]:
+def thinking_of(body: ThinkingFields) -> tuple[bool | None, dict[str, Any]]:
     """(whether to think, other variables of the template), from `reasoning_effort` and `chat_template_kwargs`."""
     effort = body.reasoning_effort
     reserved = ("self", "messages", "tools", "add_generation_prompt")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import UnsupportedError
-from lmstate.ops.types.block_table import Block
+from lmstate.ops.types.block_table import KVBlock
 from lmstate.state.blocks import BlockPool
 from lmstate.state.changes import Changes
 from lmstate.state.step import CHUNK, Step
@@ -122,7 +122,7 @@ class LayerState(ABC):
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors())
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[KVBlock]:
         """Blocks of all rows; one that several share comes several times."""
         return iter(())
 

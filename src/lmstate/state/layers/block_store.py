@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lmstate.ops.types.block_table import BLOCK_TOKENS, Block, BlockTable, RowBlocks
+from lmstate.ops.types.block_table import BLOCK_TOKENS, BlockTable, KVBlock, RowBlocks
 from lmstate.ops.types.slab_table import SlabRows, SlabTable
 from lmstate.state.blocks import BlockPool, BlockSpec, Buffer, CapturedBlocks
 from lmstate.state.changes import Changes
@@ -246,7 +246,7 @@ class BlockStore:
         changes.clear(self.views)
 
 
-def _copy(block: Block | None, into: Block | None) -> None:
+def _copy(block: KVBlock | None, into: KVBlock | None) -> None:
     assert block is not None and into is not None, "a row writes behind what its window has left behind"
     for own, other in zip(into.tensors, block.tensors):
         own.copy_(other)

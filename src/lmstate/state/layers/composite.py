@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor
 
 from lmstate.errors import SnapshotError
-from lmstate.ops.types.block_table import Block
+from lmstate.ops.types.block_table import KVBlock
 from lmstate.state.blocks import Parts
 from lmstate.state.changes import Changes
 from lmstate.state.layers.attention import KeyValueState
@@ -108,7 +108,7 @@ class CompositeState(LayerState):
     def nbytes_shared(self) -> int:
         return sum(member.nbytes_shared() for member in self.members)
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[KVBlock]:
         for member in self.members:
             yield from member.blocks()
 

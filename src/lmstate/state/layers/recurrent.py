@@ -46,7 +46,7 @@ class Checkpoint(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Passage:
+class PassedCarry:
     """The carry `[R, ...]` of a step where some rows pass a multiple of `rewind`: row r's, or None."""
 
     positions: list[int | None]
@@ -54,7 +54,7 @@ class Passage:
 
 
 @dataclass
-class Pending:
+class PendingCarry:
     """Results of a step that is not committed: the carry after its chunks so far, None before the first.
 
     `inputs`: of those chunks that may be scanned again. `resumable`: a part of the step may be left unscanned.
@@ -63,7 +63,7 @@ class Pending:
     step: Step
     carry: Carry | None = None
     inputs: list[tuple[Step, Tensor]] = field(default_factory=list)
-    passed: list[Passage] = field(default_factory=list)
+    passed: list[PassedCarry] = field(default_factory=list)
     resumable: bool = False
 
 
@@ -100,7 +100,7 @@ class RecurrentState(LayerState):
         self._zero: Carry = tuple(torch.zeros(1, *shape, dtype=torch.float32, device=device) for shape in shapes)
         self.unscanned: Inputs | None = None
         """Committed inputs of each row that the carry does not have yet."""
-        self._pending: Pending | None = None
+        self._pending: PendingCarry | None = None
         self.period = layout.rewind
         # It is read only where it was written: to zero it would take longer than all else that a new row costs.
         self.log = torch.empty(rows, 2 * self.period, inputs, dtype=torch.float32, device=device)
@@ -122,7 +122,7 @@ class RecurrentState(LayerState):
     # ---- the step
 
     def reserve(self, step: Step) -> None:
-        self._pending = Pending(step)
+        self._pending = PendingCarry(step)
 
     def advance(self, inputs: Tensor, step: Step, gate: Tensor | None = None) -> Tensor:
         """Scan a step's inputs `[R, T, F]` -> `[R, T, G]`, from where the chunk before it ended."""
@@ -184,10 +184,10 @@ class RecurrentState(LayerState):
         pending = self._log(step, inputs)
         pending.resumable = fused and self._is_short(step, pending)
         at_marks = carry if marked is None else marked
-        pending.passed += [Passage(positions, at_marks) for _, positions in self._stops(step, pending.step.ends)]
+        pending.passed += [PassedCarry(positions, at_marks) for _, positions in self._stops(step, pending.step.ends)]
         pending.carry = carry
 
-    def _is_short(self, step: Step, pending: Pending) -> bool:
+    def _is_short(self, step: Step, pending: PendingCarry) -> bool:
         """Whether no row passes more than one checkpoint in it, which is the whole step."""
         return step is pending.step and step.width <= self.period and step.rewindable and not self.layout.static
 
@@ -195,10 +195,10 @@ class RecurrentState(LayerState):
         inputs = self.step_inputs[:, : step.width]
         cuts = self._stops(step, step.ends)
         if all(stops == list(step.counts) for stops, _ in cuts):
-            passed = [Passage(positions, self.next_carry) for _, positions in cuts]
+            passed = [PassedCarry(positions, self.next_carry) for _, positions in cuts]
         else:  # a checkpoint inside the step is not what the device has kept
             passed = self._run(inputs, self.carry, step, step.ends)[2]
-        self._pending = Pending(step, self.next_carry, [(step, step.packed(inputs))], passed)
+        self._pending = PendingCarry(step, self.next_carry, [(step, step.packed(inputs))], passed)
 
     def static_tensors(self) -> dict[str, Tensor]:
         parts = {name: (own, next_carry) for name, own, next_carry in zip(self.names, self.carry, self.next_carry)}
@@ -299,7 +299,9 @@ class RecurrentState(LayerState):
                 step=pending.step.with_idle_row(),
                 carry=None if pending.carry is None else with_own(pending.carry),
                 inputs=[(step.with_idle_row(), x) for step, x in pending.inputs],
-                passed=[Passage([*each.positions, None], tuple(map(longer, each.carry))) for each in pending.passed],
+                passed=[
+                    PassedCarry([*each.positions, None], tuple(map(longer, each.carry))) for each in pending.passed
+                ],
             )
             changes.assign(self, "_pending", wider)
 
@@ -356,7 +358,7 @@ class RecurrentState(LayerState):
 
     def _run(
         self, inputs: Tensor, carry: Carry, step: Step, ends: Sequence[int], gate: Tensor | None = None
-    ) -> tuple[Tensor, Carry, list[Passage]]:
+    ) -> tuple[Tensor, Carry, list[PassedCarry]]:
         """Scan a step, stopping for the carry at the last two multiples of `period` before each row's end."""
         cuts = self._stops(step, ends)
         if not cuts:
@@ -371,18 +373,18 @@ class RecurrentState(LayerState):
                 folded, carry = self.scan(piece, carry, torch.tensor(counts, device=inputs.device), part_gate)
                 pieces.append((folded, counts))
             if positions is not None:
-                passed.append(Passage(positions, carry))
+                passed.append(PassedCarry(positions, carry))
             done = stops
         return _rows_joined(pieces), carry, passed
 
     def _stops(self, step: Step, ends: Sequence[int]) -> list[tuple[list[int], list[int | None]]]:
         return step.cached(("cuts", self.period, tuple(ends)), lambda: _cuts(step, ends, self.period))
 
-    def _reserved(self) -> Pending:
+    def _reserved(self) -> PendingCarry:
         assert self._pending is not None, "a step without reserve"
         return self._pending
 
-    def _log(self, step: Step, inputs: Tensor) -> Pending:
+    def _log(self, step: Step, inputs: Tensor) -> PendingCarry:
         """Keep a chunk's inputs if they may be scanned again."""
         pending = self._reserved()
         logged = step.rewindable and any(
@@ -408,14 +410,14 @@ class RecurrentState(LayerState):
 
         return Unscanned(inputs, counts, *step.cached(("unscanned", counts), places))
 
-    def _resumed(self, pending: Pending, step: Step, accepted: tuple[int, ...]) -> tuple[Carry, Inputs | None]:
+    def _resumed(self, pending: PendingCarry, step: Step, accepted: tuple[int, ...]) -> tuple[Carry, Inputs | None]:
         """The carry after accepted prefixes, and what it lacks: nothing is scanned here before that becomes much."""
         since = self._since(pending, step, accepted)
         if max(since.counts) <= MOST_UNSCANNED:
             return self.carry, since
         return _scanned(self.scan, self.carry, since), None
 
-    def _since(self, pending: Pending, step: Step, accepted: tuple[int, ...]) -> Inputs:
+    def _since(self, pending: PendingCarry, step: Step, accepted: tuple[int, ...]) -> Inputs:
         """All inputs that come after the carry: what is unscanned, and the accepted prefixes of a step's."""
         ((_, inputs),) = pending.inputs
         before = (0,) * len(accepted) if self.unscanned is None else self.unscanned.counts
@@ -433,8 +435,8 @@ class RecurrentState(LayerState):
         return Inputs(taken, tuple(old + new for old, new in zip(before, accepted)))
 
     def _replay(
-        self, pending: Pending, carry: Carry, step: Step, accepted: tuple[int, ...]
-    ) -> tuple[Carry, list[Passage]]:
+        self, pending: PendingCarry, carry: Carry, step: Step, accepted: tuple[int, ...]
+    ) -> tuple[Carry, list[PassedCarry]]:
         """The carry after the accepted prefixes: rows accepted in part are scanned again from the committed carry.
 
         carry: that after all of the step.
@@ -442,7 +444,7 @@ class RecurrentState(LayerState):
         again = tuple(n if n < count else 0 for n, count in zip(accepted, step.counts))
         partly = [n < count for n, count in zip(accepted, step.counts)]
         redone = self._scanned()
-        passed: list[Passage] = []
+        passed: list[PassedCarry] = []
         if any(again):
             index = step.cached(("again", again), lambda: self._index_again(pending, step, again))
             pieces = [piece for _, piece in pending.inputs]
@@ -450,7 +452,7 @@ class RecurrentState(LayerState):
             short = _prefix(step, again)
             _, redone, passed = self._run(inputs, redone, short, short.ends)
         whole = [
-            Passage([None if p else at for p, at in zip(partly, passage.positions)], passage.carry)
+            PassedCarry([None if p else at for p, at in zip(partly, passage.positions)], passage.carry)
             for passage in pending.passed
         ]
         if not all(p or not count for p, count in zip(partly, step.counts)):
@@ -460,7 +462,7 @@ class RecurrentState(LayerState):
             )
         return redone, whole + passed
 
-    def _index_again(self, pending: Pending, step: Step, again: Sequence[int]) -> Tensor:
+    def _index_again(self, pending: PendingCarry, step: Step, again: Sequence[int]) -> Tensor:
         """Places of the first `again[r]` inputs of each row among those of the step's parts, int64 `[R, t]`."""
         index = [[0] * max(again) for _ in again]
         offset = 0
@@ -472,7 +474,7 @@ class RecurrentState(LayerState):
             offset += part.new_tokens
         return torch.tensor(index, device=self.log.device)
 
-    def _log_writes(self, pending: Pending, step: Step, accepted: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+    def _log_writes(self, pending: PendingCarry, step: Step, accepted: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
         """(flat slots, inputs to put there) for the inputs accepted that the log still holds afterwards."""
         writes = []
         for part, inputs in pending.inputs:
@@ -504,7 +506,7 @@ class RecurrentState(LayerState):
         return (Checkpoint(0, self._zero) if self.period else None), None
 
     def _with_passed(
-        self, passed: Sequence[Passage], lengths: Sequence[int], rewindable: bool
+        self, passed: Sequence[PassedCarry], lengths: Sequence[int], rewindable: bool
     ) -> list[tuple[Checkpoint | None, Checkpoint | None]]:
         """The checkpoints once rows of these lengths have passed where they did; older ones only if `rewindable`."""
         rows = list(self.checkpoints)

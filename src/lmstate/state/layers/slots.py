@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lmstate.errors import SnapshotError
 from lmstate.ops import KVView
-from lmstate.ops.types.block_table import Block, Stored
+from lmstate.ops.types.block_table import KVBlock, Stored
 from lmstate.state.blocks import BlockPool, Buffer, CapturedBlocks
 from lmstate.state.changes import Changes
 from lmstate.state.layers.base import LayerState, Layout
@@ -144,7 +144,7 @@ class SlotState(LayerState):
     def nbytes_shared(self) -> int:
         return self.content.nbytes_shared() if isinstance(self.content, BlockStore) else 0
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[KVBlock]:
         if isinstance(self.content, BlockStore):
             yield from (block for row in self.content.rows for block in row.blocks if block is not None)
 

@@ -14,8 +14,8 @@ from transformers.utils import ModelOutput
 
 from lmstate.errors import StateError, UnsupportedError
 from lmstate.integrations.transformers.cache import hooks
-from lmstate.integrations.transformers.cache.history import MASK, Call
-from lmstate.integrations.transformers.cache.rewind_log import Checkpoint, RewindLog
+from lmstate.integrations.transformers.cache.history import MASK, ForwardCall
+from lmstate.integrations.transformers.cache.rewind_log import Anchor, RewindLog
 
 ONE_BY_ONE = frozenset({"falcon_mamba", "jamba", "mamba", "zamba"})
 """Models whose forward, in transformers 5.23, starts several tokens from an empty carry even after others."""
@@ -36,10 +36,10 @@ class Calls(hooks.CallObserver):
         self.clear()
 
     def clear(self) -> None:
-        self.running: Call | None = None
+        self.running: ForwardCall | None = None
         """The call that runs now, or was interrupted: its tokens do not count yet."""
         self._last = 0  # tokens of the last call
-        self._origin: Checkpoint | None = None  # before a call of which a first part was fed on its own
+        self._origin: Anchor | None = None  # before a call of which a first part was fed on its own
         self._earlier: list[ModelOutput] = []  # outputs of this call's tokens that were fed singly
         self._padding: Tensor | None = None
 
@@ -102,7 +102,7 @@ class Calls(hooks.CallObserver):
     def padding(self) -> Tensor | None:
         return self._padding
 
-    def with_whole_mask(self, call: Call) -> Call:
+    def with_whole_mask(self, call: ForwardCall) -> ForwardCall:
         mask, held = _mask(call), self._log.history.mask
         if mask is None or not self._log.notes_calls or not call.stop - call.start <= mask.shape[1] < call.stop:
             return call
@@ -110,20 +110,20 @@ class Calls(hooks.CallObserver):
         if held is not None:
             known = held[:, : before.shape[1]].to(before)
             before[:, : known.shape[1]] = known
-        return Call(call.start, call.stop, {**call.given, MASK: torch.cat([before, mask], dim=1)})
+        return ForwardCall(call.start, call.stop, {**call.given, MASK: torch.cat([before, mask], dim=1)})
 
-    def fed(self, call: Call) -> dict[str, Any]:
+    def fed(self, call: ForwardCall) -> dict[str, Any]:
         mask = _mask(call)
         if mask is None or self._log.attention is not None:
             return call.given
         return {**call.given, MASK: mask[:, call.start - call.stop :]}
 
-    def feeds_apart(self, call: Call, outputs: dict[str, Any]) -> bool:
+    def feeds_apart(self, call: ForwardCall, outputs: dict[str, Any]) -> bool:
         wanted = any(outputs.get(name) for name in ("output_hidden_states", "output_attentions", "labels"))
         plain = call.given.get(MASK) is None or _mask(call) is not None
         return self.recording and self._log.feeds and plain and not wanted
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: ForwardCall) -> None:
         self.running = call
         mask = _mask(call) if self._log.recurrent else None
         new = None if mask is None else mask[:, call.start - call.stop :]
@@ -144,7 +144,7 @@ class Calls(hooks.CallObserver):
             elif call is not None:
                 draft = self._log.draft
                 if draft is None or draft.position != call.start:
-                    draft = Checkpoint(call.start, {})
+                    draft = Anchor(call.start, {})
                 self._log.undo(draft)
             return []
         if call is not None:
@@ -152,12 +152,12 @@ class Calls(hooks.CallObserver):
             self._log.after_call(call)
         return earlier
 
-    def feed_first(self, cache: hooks.ObservedCache, call: Call, stop: int) -> Call:
+    def feed_first(self, cache: hooks.ObservedCache, call: ForwardCall, stop: int) -> ForwardCall:
         with self._feeding(call.start):
             self.feed(cache, call.part(stop))
         return call.rest(stop)
 
-    def feed_one_by_one(self, cache: hooks.ObservedCache, call: Call, outputs: dict[str, Any]) -> Call:
+    def feed_one_by_one(self, cache: hooks.ObservedCache, call: ForwardCall, outputs: dict[str, Any]) -> ForwardCall:
         kept, hidden = self._singly(outputs)
         earlier = []
         with self._feeding(call.start) as origin:
@@ -190,9 +190,9 @@ class Calls(hooks.CallObserver):
         return kept, bool(asked["output_hidden_states"])
 
     @contextmanager
-    def _feeding(self, start: int) -> Iterator[Checkpoint]:
+    def _feeding(self, start: int) -> Iterator[Anchor]:
         """Feed first parts of a call that starts here; if they or the rest of it fail, all of it is undone."""
-        origin = Checkpoint(0, {}) if start == 0 else self._log.checkpoint(start)
+        origin = Anchor(0, {}) if start == 0 else self._log.checkpoint(start)
         try:
             yield origin
         except BaseException:
@@ -202,7 +202,7 @@ class Calls(hooks.CallObserver):
         self._origin = origin
 
 
-def _mask(call: Call) -> Tensor | None:
+def _mask(call: ForwardCall) -> Tensor | None:
     """The mask `[R, n]` of a call's text, if it was given one of two axes."""
     mask = call.given.get(MASK)
     return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from lmstate.integrations.transformers.cache.history import Call, InputHistory
+from lmstate.integrations.transformers.cache.history import ForwardCall, InputHistory
 from lmstate.integrations.transformers.cache.layers.base import RewindableLayer
 from lmstate.integrations.transformers.cache.layers.growable import GrowableTensor
-from lmstate.integrations.transformers.cache.rewind_log import Checkpoint, RewindLog
+from lmstate.integrations.transformers.cache.rewind_log import Anchor, RewindLog
 
 
 def shared(value: object) -> Iterator[Tensor]:
@@ -21,7 +21,7 @@ def shared(value: object) -> Iterator[Tensor]:
     """
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, RewindableLayer | GrowableTensor | RewindLog | Checkpoint | InputHistory | Call):
+    elif isinstance(value, RewindableLayer | GrowableTensor | RewindLog | Anchor | InputHistory | ForwardCall):
         for part in vars(value).values():
             yield from shared(part)
     else:

@@ -25,7 +25,7 @@ OUTPUTS = frozenset(
 
 
 @dataclass(frozen=True)
-class Call:
+class ForwardCall:
     """One forward: tokens start..stop, with all that it was given."""
 
     start: int
@@ -36,9 +36,9 @@ class Call:
         """Inputs that feed only the tokens start..stop of it."""
         return self._between(self.start, stop)
 
-    def rest(self, start: int) -> Call:
+    def rest(self, start: int) -> ForwardCall:
         """The call for the tokens from `start` on, once those before are fed."""
-        return Call(start, self.stop, self._between(start, self.stop))
+        return ForwardCall(start, self.stop, self._between(start, self.stop))
 
     def _between(self, start: int, stop: int) -> dict[str, Any]:
         first, last, given = start - self.start, stop - self.start, dict(self.given)
@@ -66,13 +66,13 @@ class InputHistory:
         self.mask: Tensor | None = None  # [R, n], the widest of two axes that was given
         self.length = 0
         self.known = 0  # ids before this position were never seen (embeddings were fed, or a file had none)
-        self.call: Call | None = None
+        self.call: ForwardCall | None = None
         self._sharing = Sharing()
 
-    def add(self, call: Call) -> None:
+    def add(self, call: ForwardCall) -> None:
         """Note a call that follows all before it: in copies, since a caller may use his tensors for the next one."""
         given = {name: value.clone() if isinstance(value, Tensor) else value for name, value in call.given.items()}
-        call = Call(call.start, call.stop, given)
+        call = ForwardCall(call.start, call.stop, given)
         if not self._sharing.alone:
             self.ids, self.positions = (None if x is None else x.clone() for x in (self.ids, self.positions))
             self._sharing.leave()
@@ -115,7 +115,7 @@ class InputHistory:
         if self.call is not None and to < self.call.stop:
             # A mask that no longer fits must not be guessed at: then the ids have to do.
             whole = to > self.call.start and (MASK not in self.call.given or self.call.given[MASK].ndim == 2)
-            self.call = Call(self.call.start, to, self.call.part(to)) if whole else None
+            self.call = ForwardCall(self.call.start, to, self.call.part(to)) if whole else None
         self.length, self.known = to, min(self.known, to)
 
     def select(self, rows: Tensor) -> None:
@@ -138,7 +138,7 @@ class InputHistory:
         history.length, history.known = length, known if history.ids is not None else length
         return history
 
-    def _put(self, held: Tensor | None, new: Tensor, call: Call) -> Tensor:
+    def _put(self, held: Tensor | None, new: Tensor, call: ForwardCall) -> Tensor:
         """`held [..., n]` with `new` at the call's place, in doubled memory where it does not fit."""
         if held is None or held.shape[-1] < call.stop or frozen(held) or held.shape[:-1] != new.shape[:-1]:
             slots = max(call.stop, 2 * (0 if held is None else held.shape[-1]), 64)
@@ -151,7 +151,7 @@ class InputHistory:
         held[..., call.start : call.stop] = new
         return held
 
-    def _placed(self, positions: Tensor | None, call: Call) -> Tensor:
+    def _placed(self, positions: Tensor | None, call: ForwardCall) -> Tensor:
         held = self.positions
         if positions is None:
             assert held is not None

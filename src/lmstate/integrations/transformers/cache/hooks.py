@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.utils import ModelOutput
 
-from lmstate.integrations.transformers.cache.history import CACHES, EMBEDS, IDS, MASK, OUTPUTS, Call
+from lmstate.integrations.transformers.cache.history import CACHES, EMBEDS, IDS, MASK, OUTPUTS, ForwardCall
 
 GENERATE = next(
     name for name in CACHES if name in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
@@ -51,19 +51,19 @@ class CallObserver(ABC):
         """The mask `[R, T]` of the tokens that are fed now, if some are padding and the model is recurrent."""
 
     @abstractmethod
-    def with_whole_mask(self, call: Call) -> Call:
+    def with_whole_mask(self, call: ForwardCall) -> ForwardCall:
         """The call with a mask of the whole text, where it was given one of its last tokens."""
 
     @abstractmethod
-    def fed(self, call: Call) -> dict[str, Any]:
+    def fed(self, call: ForwardCall) -> dict[str, Any]:
         """The part of a call that the model takes: one without attention takes the mask of the new tokens alone."""
 
     @abstractmethod
-    def feeds_apart(self, call: Call, outputs: dict[str, Any]) -> bool:
+    def feeds_apart(self, call: ForwardCall, outputs: dict[str, Any]) -> bool:
         """Whether the part of a call whose logits nothing asked for should be fed before the rest."""
 
     @abstractmethod
-    def begin(self, call: Call) -> None:
+    def begin(self, call: ForwardCall) -> None:
         """A call is about to run."""
 
     @abstractmethod
@@ -71,11 +71,11 @@ class CallObserver(ABC):
         """End a call that has run, or failed; returns the outputs of its tokens that were fed singly."""
 
     @abstractmethod
-    def feed_first(self, cache: ObservedCache, call: Call, stop: int) -> Call:
+    def feed_first(self, cache: ObservedCache, call: ForwardCall, stop: int) -> ForwardCall:
         """Feed the tokens of a call up to `stop`; the call for the rest."""
 
     @abstractmethod
-    def feed_one_by_one(self, cache: ObservedCache, call: Call, outputs: dict[str, Any]) -> Call:
+    def feed_one_by_one(self, cache: ObservedCache, call: ForwardCall, outputs: dict[str, Any]) -> ForwardCall:
         """Feed all tokens of a call but the last, keeping what they give; the call for that one.
 
         Raises `UnsupportedError`, having fed nothing, for outputs that cannot be put together from single tokens.
@@ -152,7 +152,7 @@ def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
         return (), {**given, name: cache}
     observer.admit(fed.shape[0], cache.rows)
     inputs = {key: value for key, value in given.items() if key not in OUTPUTS and value is not None}
-    call = Call(cache.get_seq_length(), cache.get_seq_length() + fed.shape[1], inputs)
+    call = ForwardCall(cache.get_seq_length(), cache.get_seq_length() + fed.shape[1], inputs)
     call = observer.with_whole_mask(call)
     outputs = {key: value for key, value in given.items() if key in OUTPUTS}
     kept = outputs.get("logits_to_keep")

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DummyLayer
 
 from lmstate.errors import UnsupportedError
-from lmstate.integrations.transformers.cache.history import Call, InputHistory
+from lmstate.integrations.transformers.cache.history import ForwardCall, InputHistory
 from lmstate.integrations.transformers.cache.layers.base import RewindableLayer, Tensors
 from lmstate.integrations.transformers.cache.layers.hybrid import HybridWindowLayer
 from lmstate.integrations.transformers.cache.layers.recurrent import RecurrentLayer, is_fold
@@ -22,7 +22,7 @@ EVERY = 256
 
 
 @dataclass
-class Checkpoint:
+class Anchor:
     """The carries of every recurrent layer at one position."""
 
     position: int
@@ -41,14 +41,14 @@ class RewindLog:
         self.feeds = any(is_fold(layer) for layer in layers)
         """Whether going back may feed tokens again."""
         self.attention = next((layer for layer in layers if isinstance(layer, CacheLayerMixin)), None)
-        self._anchors: deque[Checkpoint] = deque(maxlen=max(anchors, 0))
+        self._anchors: deque[Anchor] = deque(maxlen=max(anchors, 0))
         self.clear()
 
     def clear(self) -> None:
         """Forget all places and inputs; the layers stay as they are."""
         self.history = InputHistory()
         self._anchors.clear()
-        self.draft: Checkpoint | None = None
+        self.draft: Anchor | None = None
         """Carries before the last call, while drafts are expected."""
         self.seen = 0
         """Tokens fed, for models without attention."""
@@ -109,30 +109,30 @@ class RewindLog:
             if isinstance(layer := self._layers[i], RecurrentLayer):
                 layer.thaw()
 
-    def after_call(self, call: Call) -> None:
+    def after_call(self, call: ForwardCall) -> None:
         """Note a call that has run."""
         self.seen = call.stop
         if self.notes_calls:
             self.history.add(call)
 
-    def checkpoint(self, position: int) -> Checkpoint:
+    def checkpoint(self, position: int) -> Anchor:
         """The present carries, on their device."""
         self._transfers.settle()
         for i in self._recurrent:
             RecurrentLayer.prefetch(self._layers[i])  # not the keys and values beside them
-        return Checkpoint(position, {i: self._layers[i].carry() for i in self._recurrent})
+        return Anchor(position, {i: self._layers[i].carry() for i in self._recurrent})
 
     # ---- going back
 
-    def start(self, length: int, to: int) -> Checkpoint | None:
-        """Checkpoint from which tokens have to be fed to reach `to`; None if none have to be."""
+    def start(self, length: int, to: int) -> Anchor | None:
+        """Anchor from which tokens have to be fed to reach `to`; None if none have to be."""
         kept = self.kept("going back")
         if not self.lost and (to == length or all(layer.reach(length) <= to for layer in kept)):
             return None
         if self._encoder:
             raise UnsupportedError("going back farther than the sliding window keeps needs the encoder's output again")
         candidates = [*self._anchors, *([self.draft] if self.draft is not None else [])]
-        best = Checkpoint(0, {})
+        best = Anchor(0, {})
         for anchor in candidates:
             others = (layer for i, layer in enumerate(self._layers) if i not in anchor.carries)
             reached = all(
@@ -148,7 +148,7 @@ class RewindLog:
             layer.cut(length, to)
         self._trim(to)
 
-    def go_back(self, length: int, start: Checkpoint) -> None:
+    def go_back(self, length: int, start: Anchor) -> None:
         """Go back to a checkpoint, feeding nothing."""
         for index, layer in enumerate(self._layers):
             if isinstance(layer, DummyLayer):
@@ -162,7 +162,7 @@ class RewindLog:
         self.lost = False
         self._trim(start.position)
 
-    def undo(self, start: Checkpoint) -> None:
+    def undo(self, start: Anchor) -> None:
         """Take back a call that began at `start` and broke off: some layers have its tokens and some have not."""
         self._transfers.settle()
         to = start.position

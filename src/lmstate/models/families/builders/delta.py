@@ -10,7 +10,7 @@ from lmstate.errors import ModelError
 from lmstate.models.families.builders.dims import Dims, first_present
 from lmstate.models.families.builders.mamba import only_silu
 from lmstate.models.families.builders.norms import norm
-from lmstate.models.layers.gated_delta_net import GatedDelta, LowRank
+from lmstate.models.layers.gated_delta_net import GatedDelta, LowRankProjection
 from lmstate.ops.weights.grouped import FloatWeight
 
 
@@ -46,8 +46,8 @@ def channel_delta(
     if straight:
         gates = torch.cat([gates, w.tensor(f"{decay}f_proj.weight", (width, hidden))])
     else:
-        decay_up = LowRank(FloatWeight(w.tensor(f"{decay}f_b_proj.weight", (width, dim))))
-        gate_up = LowRank(
+        decay_up = LowRankProjection(FloatWeight(w.tensor(f"{decay}f_b_proj.weight", (width, dim))))
+        gate_up = LowRankProjection(
             w.linear(f"{prefix}.g_b_proj.weight", shape=(width, dim)),
             w.tensor(f"{prefix}.g_b_proj.bias", (width,), optional=True),
         )

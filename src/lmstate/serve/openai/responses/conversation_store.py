@@ -39,7 +39,7 @@ class StoredConversation:
         return {"id": self.id, "object": "conversation", "created_at": self.created, "metadata": self.metadata}
 
 
-class ConversationStore:
+class ResponseConversations:
     """At most `most` bytes of conversations, in `folder` or in memory; the oldest in use go first. Thread-safe."""
 
     def __init__(self, folder: Path | None, most: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 
 from lmstate.serve.openai.responses.background import BackgroundResponses
-from lmstate.serve.openai.responses.conversation_store import ConversationStore
+from lmstate.serve.openai.responses.conversation_store import ResponseConversations
 from lmstate.serve.openai.responses.store import ResponseStore
 from lmstate.serve.settings import Settings
 
@@ -17,7 +17,7 @@ class KeptResponses:
 
     def __init__(self, settings: Settings) -> None:
         self.responses = ResponseStore(settings.folder, settings.stored_responses)
-        self.conversations = ConversationStore(settings.folder, settings.stored_responses)
+        self.conversations = ResponseConversations(settings.folder, settings.stored_responses)
         self.background = BackgroundResponses()
 
     def find_item(self, id: str) -> dict[str, Any] | None:

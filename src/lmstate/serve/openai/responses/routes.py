@@ -26,7 +26,7 @@ from lmstate.serve.openai.responses.conversation_store import StoredConversation
 from lmstate.serve.openai.responses.conversations import conversation_named
 from lmstate.serve.openai.responses.kept import KeptResponses, kept_responses
 from lmstate.serve.openai.responses.output import Output
-from lmstate.serve.openai.responses.store import Stored
+from lmstate.serve.openai.responses.store import StoredResponse
 from lmstate.serve.openai.responses.stored import followed
 from lmstate.serve.openai.tools import KINDS, NAMESPACE, read_tool_use
 from lmstate.serve.tools import Text
@@ -47,7 +47,7 @@ class Asked:
     use: ToolUse
     constraint: Constraint | None
     input: list[dict[str, Any]]
-    previous: Stored | None
+    previous: StoredResponse | None
     answered: int  # messages of `chat` that `previous` answered
     conversation: StoredConversation | None = None
 
@@ -174,7 +174,7 @@ class ResponseAnswer:
         """Store the response. Nothing goes on from one without messages."""
         tokens, end = ((), None) if sampled is None else (sampled.tokens, sampled.end)
         fingerprint = self.service.model.fingerprint
-        stored = Stored(self.id, fingerprint, response, self.asked.input, messages, tokens, end, self.asked.key)
+        stored = StoredResponse(self.id, fingerprint, response, self.asked.input, messages, tokens, end, self.asked.key)
         await asyncio.to_thread(self.kept.responses.put, stored)
 
 

@@ -30,7 +30,7 @@ CREATE INDEX IF NOT EXISTS items_id ON items (id);
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredResponse:
     """A response, and the conversation up to its end: `messages`, whose prompt and answer are `tokens`, then `end`."""
 
     id: str
@@ -56,7 +56,7 @@ class ResponseStore:
         self._lock = Lock()
         self._connection = open_database(folder, "responses.sqlite", SCHEMA)
 
-    def put(self, stored: Stored) -> None:
+    def put(self, stored: StoredResponse) -> None:
         body, items = json.dumps(stored.body), json.dumps(stored.input)
         messages = json.dumps([asdict(message) for message in stored.messages])
         tokens = array("I", stored.tokens).tobytes()
@@ -73,7 +73,7 @@ class ResponseStore:
                 self._delete(id)
                 held -= count
 
-    def get(self, id: str) -> Stored | None:
+    def get(self, id: str) -> StoredResponse | None:
         with self._lock, self._connection as connection:
             row = connection.execute(
                 "SELECT model, body, input, messages, tokens, end, key FROM responses WHERE id = ?", (id,)
@@ -84,7 +84,7 @@ class ResponseStore:
         model, body, items, messages, tokens, end, key = row
         ids = array("I")
         ids.frombytes(tokens)
-        return Stored(
+        return StoredResponse(
             id, model, json.loads(body), json.loads(items), tuple(map(_message, json.loads(messages))), ids, end, key
         )
 

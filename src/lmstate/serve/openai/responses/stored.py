@@ -15,12 +15,12 @@ from lmstate.serve.answer.service import Service
 from lmstate.serve.openai.responses import items
 from lmstate.serve.openai.responses.background import BackgroundResponse
 from lmstate.serve.openai.responses.kept import KeptResponses, kept_responses
-from lmstate.serve.openai.responses.store import Stored
+from lmstate.serve.openai.responses.store import StoredResponse
 from lmstate.serve.wire.errors import ApiError
 from lmstate.serve.wire.sse import EventStream, comment
 
 
-async def _stored(request: Request) -> Stored:
+async def _stored(request: Request) -> StoredResponse:
     id = request.path_params["id"]
     stored = await asyncio.to_thread(kept_responses(request).responses.get, id)
     if stored is None:
@@ -28,7 +28,7 @@ async def _stored(request: Request) -> Stored:
     return stored
 
 
-def _shown(kept: KeptResponses, stored: Stored) -> dict[str, Any]:
+def _shown(kept: KeptResponses, stored: StoredResponse) -> dict[str, Any]:
     """A stored response; one that runs in the background as it stands."""
     if (live := kept.background.running(stored.id)) is not None:
         return live.shown()

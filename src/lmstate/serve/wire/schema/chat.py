@@ -65,7 +65,7 @@ class ChatMessage(Struct, kw_only=True):
 ChatMessages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
-class Thinking(Generating, kw_only=True):
+class ThinkingFields(Generating, kw_only=True):
     """Whether and how a model thinks, as variables of its template."""
 
     reasoning_effort: str | None = None
@@ -74,7 +74,7 @@ class Thinking(Generating, kw_only=True):
     control_tokens: bool | None = None
 
 
-class ChatFields(Thinking, kw_only=True):
+class ChatFields(ThinkingFields, kw_only=True):
     """A conversation without its messages."""
 
     tools: AnyTools | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from lmstate.serve.wire.schema.chat import MAX_MESSAGES, ChatRole, Content, Thinking
+from lmstate.serve.wire.schema.chat import MAX_MESSAGES, ChatRole, Content, ThinkingFields
 from lmstate.serve.wire.schema.common import ItemId, JsonObject, Positive, ResponseFormat, ShortText, TopLogprobs
 from lmstate.serve.wire.schema.tools import AnyTools, ToolChoice
 
@@ -107,7 +107,7 @@ class ConversationId(Struct, kw_only=True):
     id: ItemId
 
 
-class ResponseBody(Thinking, kw_only=True):
+class ResponseBody(ThinkingFields, kw_only=True):
     """`/v1/responses`"""
 
     input: str | AnyItems | None = None
