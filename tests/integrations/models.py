@@ -75,7 +75,7 @@ MORE: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 DECODERS = (*FROM_ZOO, *MORE)
-ENCODER_DECODERS = ("bart", "t5")
+ENCODER_DECODERS = ("bart", "t5", "t5gemma", "t5gemma2")
 CONFIGS: dict[str, Callable[[], Any]] = {**{name: ZOO[name] for name in FROM_ZOO}, **MORE}
 
 
@@ -108,11 +108,29 @@ def encoder_decoder(name: str) -> Any:
             encoder_attention_heads=4, decoder_attention_heads=4, max_position_embeddings=128,
         )  # fmt: skip
         model: Any = transformers.BartForConditionalGeneration(config).eval()
-    else:
+    elif name == "t5":
         config = transformers.T5Config(
             vocab_size=99, d_model=48, d_kv=12, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
         )
         model = transformers.T5ForConditionalGeneration(config).eval()
+    else:  # their decoder slides, and their cross-attention does not
+        sizes = {
+            "vocab_size": 99, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"], "bos_token_id": 1, "dropout_rate": 0.0,
+        }  # fmt: skip
+        if name == "t5gemma":
+            decoder = {**sizes, "cross_attention_hidden_size": 48}
+            config = transformers.T5GemmaConfig(encoder=sizes, decoder=decoder, vocab_size=99, tie_word_embeddings=True)
+            model = transformers.T5GemmaForConditionalGeneration(config).eval()
+        else:
+            vision = {
+                "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                "image_size": 28, "patch_size": 14,
+            }  # fmt: skip
+            encoder = {"text_config": sizes, "vision_config": vision, "mm_tokens_per_image": 4}
+            config = transformers.T5Gemma2Config(encoder=encoder, decoder=sizes)
+            model = transformers.T5Gemma2ForConditionalGeneration(config).eval()
     randomize(model)
     model.generation_config.eos_token_id = None
     model.generation_config.forced_eos_token_id = None

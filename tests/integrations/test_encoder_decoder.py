@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,3 +55,18 @@ def test_drafts_give_the_greedy_text(name: str) -> None:
         ids, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=3, past_key_values=pair(model)
     )
     assert torch.equal(drafted, alone)
+
+
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_both_halves_go_on_from_a_file(name: str, tmp_path: Path) -> None:
+    model, ids = encoder_decoder(name), text(15)
+    cache, decoded = pair(model), text(6, seed=1)
+    with torch.no_grad():
+        encoded = model.get_encoder()(ids)
+        whole = model(encoder_outputs=encoded, decoder_input_ids=decoded).logits
+        model(encoder_outputs=encoded, decoder_input_ids=decoded[:, :4], past_key_values=cache)
+        cache.self_attention_cache.save(tmp_path / "self")
+        cache.cross_attention_cache.save(tmp_path / "cross")
+        loaded = EncoderDecoderCache(*(StateCache.load(tmp_path / half, model) for half in ("self", "cross")))
+        rest = model(encoder_outputs=encoded, decoder_input_ids=decoded[:, 4:], past_key_values=loaded).logits
+    torch.testing.assert_close(rest, whole[:, 4:], atol=1e-4, rtol=1e-4)

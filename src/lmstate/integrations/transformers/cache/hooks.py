@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
+from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from lmstate.integrations.transformers.cache.history import CACHES, EMBEDS, IDS, MASK, OUTPUTS, ForwardCall
@@ -99,8 +99,12 @@ class ObservedCache(ABC):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens held, left padding included."""
 
+    @abstractmethod
+    def attend_across(self) -> None:
+        """Become the cache of cross-attention, which sees all of its source whatever windows the decoder has."""
 
-def attach(model: nn.Module) -> None:
+
+def attach(model: PreTrainedModel) -> None:
     """Install the hooks by which the caches of a model see its calls."""
     if not any(hook is before for hook in model._forward_pre_hooks.values()):
         model.register_forward_pre_hook(before, with_kwargs=True)
@@ -108,7 +112,9 @@ def attach(model: nn.Module) -> None:
         for mixer in model.modules():
             if _mask_name(mixer) is not None and any(isinstance(part, nn.Conv1d) for part in mixer.children()):
                 mixer.register_forward_pre_hook(mask_padding, with_kwargs=True)
-    if getattr(model, "_is_stateful", False):
+    if model.config.is_encoder_decoder:
+        vars(model)["_prepare_cache_for_generation"] = MethodType(_prepare_pair_for_generation, model)
+    elif getattr(model, "_is_stateful", False):
         for wrapper in (_validate_model_kwargs, _validate_generation_mode, _prepare_cache_for_generation):
             vars(model)[wrapper.__name__] = MethodType(wrapper, model)
 
@@ -134,11 +140,19 @@ def cache_of(given: dict[str, Any]) -> ObservedCache | None:
     return next((cache for name in CACHES if isinstance(cache := given.get(name), ObservedCache)), None)
 
 
+def _pair_of(given: dict[str, Any]) -> EncoderDecoderCache | None:
+    """The pair of caches that a call was given, if any."""
+    return next((cache for name in CACHES if isinstance(cache := given.get(name), EncoderDecoderCache)), None)
+
+
 @torch.compiler.disable
 def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Tell the cache what it is about to be fed; it may feed a first part on its own and shorten the rest."""
     given = dict(zip(parameters(type(model)), args)) | kwargs
     cache = cache_of(given)
+    pair = _pair_of(given)
+    if pair is not None and isinstance(pair.cross_attention_cache, ObservedCache):
+        pair.cross_attention_cache.attend_across()
     if cache is None:
         return args, kwargs
     observer = cache.observer
@@ -243,3 +257,18 @@ def _prepare_cache_for_generation(
     inherited._prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs)
     if cache is not None:
         model_kwargs[GENERATE] = model_kwargs.pop(cache_name(self))
+
+
+def _prepare_pair_for_generation(
+    self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+) -> None:
+    """Keep the caller's cache of cross-attention, where a model (T5Gemma) makes another one of its class."""
+    pair, inherited = _pair_of(model_kwargs), type(self)
+    if pair is None or not isinstance(pair.cross_attention_cache, ObservedCache):
+        inherited._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
+        return
+    cache, pair.cross_attention_cache = pair.cross_attention_cache, DynamicCache()
+    try:
+        inherited._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
+    finally:
+        pair.cross_attention_cache = cache

@@ -25,6 +25,7 @@ from lmstate.integrations.transformers.cache.copies import computed, shared
 from lmstate.integrations.transformers.cache.history import InputHistory
 from lmstate.integrations.transformers.cache.layers.base import RewindableLayer, chosen
 from lmstate.integrations.transformers.cache.layers.build import new_layers
+from lmstate.integrations.transformers.cache.layers.full import FullAttentionLayer
 from lmstate.integrations.transformers.cache.layers.recurrent import ConvLayer
 from lmstate.integrations.transformers.cache.layers.sliding import WindowLayer
 from lmstate.integrations.transformers.cache.rewind_log import RewindLog
@@ -85,12 +86,18 @@ class StateCache(DynamicCache, hooks.ObservedCache):
             offloading=offloading,
             offload_only_non_sliding=offload_only_non_sliding,
         )
-        self._transfers = Transfers(self.layers, self.prefetch_stream if offloading else None)
-        self._log = RewindLog(self.layers, self._transfers, anchors, encoder=bool(model.config.is_encoder_decoder))
-        self._calls = Calls(model, self._log)
+        self._anchors = anchors
+        self._observe(model)
         self.recomputed = 0
         """Tokens that going back had to feed again, since the cache was made."""
         hooks.attach(model)
+
+    def _observe(self, model: PreTrainedModel) -> None:
+        """Begin a log of the layers, and of the model's calls."""
+        encoder = bool(model.config.is_encoder_decoder)
+        self._transfers = Transfers(self.layers, self.prefetch_stream if self.offloading else None)
+        self._log = RewindLog(self.layers, self._transfers, self._anchors, encoder=encoder)
+        self._calls = Calls(model, self._log)
 
     @property
     def observer(self) -> Calls:
@@ -228,6 +235,11 @@ class StateCache(DynamicCache, hooks.ObservedCache):
     def batch_select_indices(self, indices: Tensor | Sequence[int] | Sequence[bool]) -> None:
         self._select(chosen(indices, self.rows))
 
+    def attend_across(self) -> None:
+        if any(isinstance(layer, WindowLayer) for layer in self.layers) and not self.get_seq_length():
+            self.layers = [FullAttentionLayer() for _ in self.layers]
+            self._observe(self.model)
+
     # ---- moving about
 
     def rewind_cost(self, to: int) -> int:
@@ -299,6 +311,8 @@ class StateCache(DynamicCache, hooks.ObservedCache):
 
     def restore(self, snapshot: CacheSnapshot) -> None:
         """Become what `snapshot` says. Raises `SnapshotError` if it is of another model; no error changes anything."""
+        if self.model.config.is_encoder_decoder and {kind for kind, _ in snapshot.layers} == {FullAttentionLayer.kind}:
+            self.attend_across()
         snapshot.check(fingerprint_of(self.model), [layer.kind for layer in self._log.kept("a restore")])
         twin = copy.deepcopy(self)  # which shares all memory until it is written
         pairs = list(zip(twin._log.kept("a restore"), (tensors for _, tensors in snapshot.layers)))
