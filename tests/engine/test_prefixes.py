@@ -97,6 +97,27 @@ def test_the_same_prompt_again_computes_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_what_is_cleared_is_computed_again_but_for_what_sessions_need(kind: str) -> None:
+    model = ours(KINDS[kind])
+    with lmstate.Engine(model, rows=2) as engine:
+        texts, session = [prompt(60, seed) for seed in (1, 2)], engine.session("s")
+        texts.append([*texts[0][:30], *prompt(20, 3)])
+        session.send(texts[0], max_new_tokens=4, ignore_eos=True).result(600)
+        for ids in texts[1:]:
+            ask(engine, ids)
+        engine.clear_prefixes()
+        held = engine.call(lambda _: (engine._reuse.prefixes.nbytes, engine._reuse.prefixes.counted())).result()
+        assert held[0] == held[1]
+        assert [engine.explain(ids).matched for ids in texts] == [60, 0, 30]
+        more = session.send(prompt(5, 4), max_new_tokens=4, logprobs=0).result(600)
+        assert more.usage.reused >= 60
+        check(model, session.tokens[: 60 + 4 + 5], more)
+        again = ask(engine, texts[1])
+        assert again.usage.reused == 0
+        check(model, texts[1], again)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("memory", [140_000, 250_000, "1GiB"])
 def test_any_traffic_at_any_budget_gives_what_each_request_gets_alone(kind: str, memory: int | str) -> None:
     model = ours(KINDS[kind])

@@ -294,6 +294,63 @@ def test_the_usage_of_a_stream_is_null_until_the_end(tiny: Running, path: str) -
     assert not any("usage" in part for _, part in events(plain) if part != "[DONE]")
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_every_chunk_tells_the_tokens_so_far_where_that_is_asked_for(tiny: Running, path: str) -> None:
+    body = {"messages": CAPITAL, "prompt": ["ab", "c"], "max_tokens": 5, "ignore_eos": True, "n": 2, "stream": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    with tiny.client() as client:
+        told = client.post(path, json={**body, "return_token_ids": True, "stream_options": options}).text
+    *parts, last = [part for _, part in events(told) if part != "[DONE]"]
+    most = last["usage"]["completion_tokens"]
+    seen = [part["usage"]["completion_tokens"] for part in parts]
+    assert seen == sorted(seen) and seen[-1] == most
+    assert len(set(seen)) > 2
+    listed = sum(len(choice.get("token_ids") or []) for part in parts for choice in part["choices"])
+    assert listed == most
+    for part in parts:
+        usage = part["usage"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        assert usage["prompt_tokens"] == last["usage"]["prompt_tokens"]
+
+
+OTHER: Any = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+CHAT_CHOICES: list[Any] = [
+    "auto",
+    "none",
+    "required",
+    {"type": "function", "function": {"name": "now"}},
+    {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "name": "now"}]}},
+]
+
+
+def test_no_tool_choice_changes_the_prompt(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    used: set[int] = set()
+    for choice in CHAT_CHOICES:
+        made = client.chat.completions.create(
+            model="smollm2", messages=ASK, tools=[TOOL, OTHER], tool_choice=choice, max_tokens=24
+        )
+        assert made.usage is not None and made.usage.prompt_tokens_details is not None
+        if used:
+            assert (made.usage.prompt_tokens_details.cached_tokens or 0) >= made.usage.prompt_tokens - 1
+        used.add(made.usage.prompt_tokens)
+        message = made.choices[0].message
+        if choice == "none":
+            assert message.content and not message.tool_calls
+            assert "<tool_call>" not in message.content
+    functions: Any = [{"type": "function", **tool["function"]} for tool in (TOOL, OTHER)]
+    answer = client.responses.create(model="smollm2", input=ASK, tools=functions, tool_choice="none")
+    assert answer.usage is not None
+    used.add(answer.usage.input_tokens)
+    assert len(used) == 1
+    tools: Any = [{"name": "get_weather", "description": "Weather.", "input_schema": WEATHER}]
+    asked: Any = {"model": "smollm2", "messages": ASK, "tools": tools, "max_tokens": 24}
+    first = claude.messages.create(**asked, tool_choice={"type": "auto"}).usage
+    other = claude.messages.create(**asked, tool_choice={"type": "none"})
+    total = first.input_tokens + (first.cache_read_input_tokens or 0)
+    assert other.usage.cache_read_input_tokens == total - other.usage.input_tokens >= total - 1
+    assert [block.type for block in other.content] == ["text"]
+
+
 def test_responses_go_on_from_the_very_tokens(client: openai.OpenAI) -> None:
     first = client.responses.create(model="smollm2", input="My name is Ann. Say hello.", max_output_tokens=20)
     assert first.usage is not None

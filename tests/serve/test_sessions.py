@@ -81,6 +81,16 @@ def test_a_downloaded_session_goes_on_elsewhere(client: httpx.Client) -> None:
     assert taken.json()["error"]["message"] == "there is a session 'here' already: delete it, or take another name"
 
 
+def test_prefixes_are_forgotten_but_not_those_of_sessions(client: httpx.Client) -> None:
+    client.post("/v1/sessions", json={"name": "kept"})
+    send(client, "kept", tokens=[10, 11, 12, 13])
+    body = {"prompt": [9, 8, 7, 6, 5, 4], "max_tokens": 1}
+    client.post("/v1/completions", json=body)
+    assert client.post("/reset_prefix_cache").status_code == 200
+    assert client.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert send(client, "kept", tokens=[14])["usage"]["reused_tokens"] >= 4
+
+
 CALLED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
     "<call>{{ c.function.name }}{{ ARGUMENTS }}</call>{% endfor %}<|im_end|>\n{% endfor %}"

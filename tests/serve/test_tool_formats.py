@@ -312,6 +312,23 @@ def test_an_answer_with_strict_tools_is_text_or_calls_that_fit(
     whatever()
 
 
+@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("special", [False, True])
+def test_an_answer_that_may_call_nothing_is_any_text_but_calls(name: str, special: bool, tmp_path: Path) -> None:
+    tokenizer = grammar_tokenizer(name, special, tmp_path)
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    lark = grammars.no_calls(BY_NAME[name], TOOLS)
+    head = "<|channel|>final<|message|>" if name == "harmony" else ""
+    for text, right in ((head, True), (head + 'Is 3 < 4? [1] "é"\n\n{}', True), (head + SAMPLES[name], False)):
+        grammar, walked = grammars.compile(lark, "tools"), True
+        for token in tokenizer.encode(text, add_special_tokens=False):
+            allowed = grammar.allowed()
+            walked = walked and (allowed is None or bool(allowed[token]))
+            if walked:
+                grammar.accept(token)
+        assert (walked and grammar.complete) == right, text
+
+
 def test_answers_beside_strict_tools_of_llama_may_be_any_text_and_other_json(tmp_path: Path) -> None:
     tokenizer = grammar_tokenizer("llama", False, tmp_path)
     grammars = Grammars(tokenizer, tokenizer.vocab_size)

@@ -347,6 +347,13 @@ class Engine:
         """The runs of tokens in the prefix store, those above first; each says whether `tokens` run through it."""
         return self._called(lambda _: list(prefixes(self._reuse.prefixes, self._decoded, tokens)))
 
+    def clear_prefixes(self) -> None:
+        """Forget what was computed and no session needs, so that the next requests compute it again.
+
+        A store is not changed; another process, and this one after a restart, finds there what it has.
+        """
+        self._called(lambda _: self._reuse.prefixes.clear())
+
     def rewind_window(self) -> int | None:
         """Number of positions that a row goes back without computing anything again; None for all of them."""
         return self._new_state(1).layout.rewind if self._reuse.prefixes.split.needs_carry else None

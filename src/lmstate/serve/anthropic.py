@@ -219,7 +219,7 @@ def read_chat(body: CountBody) -> tuple[Chat, ToolUse]:
     continued = found[-1].role == "assistant" and not found[-1].calls
     effort = None if body.output_config is None else body.output_config.effort
     variables = {} if effort is None else {"reasoning_effort": effort}
-    return Chat(tuple(found), use.offered, wanted, variables, continued, bool(body.control_tokens)), use
+    return Chat(tuple(found), use.tools, wanted, variables, continued, bool(body.control_tokens)), use
 
 
 def _texts(content: BlockContent | None, path: str) -> str:

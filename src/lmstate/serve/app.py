@@ -145,6 +145,7 @@ PATHS = (
         summary="What of a prompt would be reused, and why not more",
         body=PromptBody,
     ),
+    Path("POST", "/reset_prefix_cache", sessions.reset, summary="Forget the prefixes that no session needs"),
     Path("POST", "/tokenize", tokens.tokenize, summary="Text or messages to token ids", body=TokenizeBody),
     Path("POST", "/detokenize", tokens.detokenize, summary="Token ids to text", body=DetokenizeBody),
     Path("GET", "/tokenizer_info", tokens.tokenizer_info, summary="The tokenizer's special tokens and template"),

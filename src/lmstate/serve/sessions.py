@@ -139,6 +139,12 @@ async def tree(service: Service, request: Request) -> ASGIApp:
     return json_response({"object": "cache.tree", "tree": await asyncio.to_thread(service.engine.tree)})
 
 
+async def reset(service: Service, request: Request) -> ASGIApp:
+    """Forget what was computed and no session needs."""
+    await asyncio.to_thread(service.engine.clear_prefixes)
+    return json_response({"object": "cache.reset"})
+
+
 async def explain(service: Service, request: Request, body: PromptBody) -> ASGIApp:
     """Explain how much of a prompt would be reused, and why not more: `prompt` or `messages`, as elsewhere."""
     if body.messages is not None:

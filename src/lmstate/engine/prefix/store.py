@@ -215,6 +215,13 @@ class PrefixStore:
     def unpin(self, node: Node) -> None:
         node.pins -= 1
 
+    def clear(self) -> None:
+        """Forget everything but what is pinned."""
+        needed = {part for _, node in self.nodes() if node.pins for part in node.path()}
+        for _, node in [*self.nodes()]:
+            if node.parent is not None and node not in needed:  # else it went with another
+                self._remove(node)
+
     def shrink(self, limit: int) -> None:
         """Hold at most this many bytes from now on; if nothing else is left to go, what is pinned goes too."""
         self.limit = limit

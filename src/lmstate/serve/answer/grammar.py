@@ -165,6 +165,17 @@ class Grammars:
         start = f"start: TEXT | lead first {more} {rules.end}"
         return "\n".join((start, f"TEXT: {ANYTHING}", lead, first, *rules.lines))
 
+    def no_calls(self, format: ToolFormat, tools: Sequence[Tool]) -> str:
+        """The grammar of an answer that is text, though the model was shown these tools."""
+        rules = format.rules(tools, self.literal)
+        text = rules.text
+        if not text:
+            marker = re.escape(rules.trigger).replace("/", r"\/")
+            # A special token is in no text.
+            special = self.literal(rules.trigger).startswith("<[")
+            text = ANYTHING if special else f"{ANYTHING} & ~/(.|\\n)*{marker}(.|\\n)*/"
+        return f"start: {format.head(self.literal)} TEXT?\nTEXT: {text}"
+
     def with_reasoning(self, lark: str, start: str, end: str, opened: bool) -> str:
         """A grammar after reasoning: `opened` if the prompt began it, else it may come or not."""
         closing = self.literal(end)

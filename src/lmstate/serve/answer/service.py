@@ -42,21 +42,26 @@ class Constraint:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Tools of a request and the tool choice: auto, none, required or the name of a tool."""
+    """Tools of a request and the tool choice: auto, none, required or the name of a tool.
+
+    The template is shown all `tools` whatever the choice, so that a change of it costs no prefix. `only`: the names of
+    those that the choice is among.
+    """
 
     tools: tuple[Tool, ...] = ()
     choice: str = "auto"
     named: bool = False
     parallel: bool = True
-
-    @property
-    def offered(self) -> tuple[Tool, ...]:
-        return () if self.choice == "none" and not self.named else self.tools
+    only: frozenset[str] | None = None
 
     @property
     def allowed(self) -> tuple[Tool, ...]:
         """Tools that a call may name."""
-        return tuple(tool for tool in self.offered if not self.named or tool.name == self.choice)
+        if self.named:
+            return tuple(tool for tool in self.tools if tool.name == self.choice)
+        if self.choice == "none":
+            return ()
+        return tuple(tool for tool in self.tools if self.only is None or tool.name in self.only)
 
     @property
     def custom(self) -> frozenset[str]:
@@ -65,7 +70,7 @@ class ToolUse:
 
     @property
     def required(self) -> bool:
-        return bool(self.tools) and (self.named or self.choice == "required")
+        return bool(self.allowed) and (self.named or self.choice == "required")
 
 
 @dataclass
@@ -222,7 +227,7 @@ class Service:
         prompt, written, maker = await asyncio.to_thread(prepare)
         grammar = None
         if written is not None:
-            grammar = await unless_gone(receive, self.grammars.compile_checked(*written, use.offered))
+            grammar = await unless_gone(receive, self.grammars.compile_checked(*written, use.allowed))
         if self.settings.log_prompts:
             log.info("prompt: %s", prompt.text)
         request = self.submit(
@@ -245,7 +250,8 @@ class Service:
             from lmstate.serve.tools.base import plain_text
 
             # Without tools, text that looks like a call is text; harmony's channels are no calls.
-            return format.parse(reader, use.offered) if use.offered or format.name == "harmony" else plain_text(reader)
+            tools = use.allowed
+            return format.parse(reader, tools) if tools or format.name == "harmony" else plain_text(reader)
 
         whole: Any = parse
         if reasoning is not None:
@@ -269,18 +275,20 @@ class Service:
 
     def _grammar(self, prompt: Prompt, use: ToolUse, constraint: Constraint | None) -> tuple[str, str] | None:
         """(the grammar of the whole answer, reasoning included, the field that asks for it); None if anything goes."""
-        grammars, format = self.grammars, self.renderer.format
+        grammars, format, tools = self.grammars, self.renderer.format, use.allowed
         lark, param = (None, "tools") if constraint is None else (constraint.lark, constraint.param)
         if use.required:
-            lark = grammars.calls(format, use.allowed, required=True, parallel=use.parallel)
+            lark = grammars.calls(format, tools, required=True, parallel=use.parallel)
             param = "tools"
         elif lark is not None:
             lark = f"start: {format.head(grammars.literal)} answered\n" + lark.replace("start:", "answered:", 1)
-            if use.offered:
-                called = grammars.calls(format, use.allowed, required=True, parallel=use.parallel) or ""
+            if tools:
+                called = grammars.calls(format, tools, required=True, parallel=use.parallel) or ""
                 lark = lark.replace("\n", " | called\n", 1) + "\n" + called.replace("start:", "called:", 1)
-        elif any(tool.strict for tool in use.offered):
-            lark = grammars.calls(format, use.allowed, required=False, parallel=use.parallel)
+        elif use.tools and not tools:
+            lark = grammars.no_calls(format, use.tools)
+        elif tools != use.tools or any(tool.strict for tool in tools):
+            lark = grammars.calls(format, tools, required=False, parallel=use.parallel)
         if lark is None:
             return None
         lark = format.framed(lark, grammars.literal)

@@ -37,7 +37,7 @@ class ChatAnswer:
     id: str
     model: str
     wants_logprobs: bool
-    wants_usage: bool
+    stream_usage: fields.StreamUsage | None
     wants_ids: bool = False  # of tokens
     custom: frozenset[str] = frozenset()  # names of custom tools
 
@@ -99,7 +99,7 @@ class ChatAnswer:
                     reason = fields.finish_reason(answer, bool(answer.calls))
                     yield self._chunk(answer, {}, reason, deltas[index].fresh(answer))
             self.service.remember_answers(self.task)
-            if self.wants_usage:
+            if self.stream_usage is not None:
                 usage = fields.usage_of(self.task.completion, self.task.answers)
                 timings = fields.timings_of(self.task.completion)
                 yield data({**self.head("chat.completion.chunk"), "choices": [], "usage": usage, "timings": timings})
@@ -126,7 +126,10 @@ class ChatAnswer:
         chunk = {**self.head("chat.completion.chunk"), "choices": [choice]}
         if first and self.wants_ids:
             chunk["prompt_token_ids"] = self.task.prompt.tokens
-        return data({**chunk, "usage": None} if self.wants_usage else chunk)
+        if self.stream_usage is not None:
+            generated = sum(len(one.tokens) for one in self.task.answers)
+            chunk |= self.stream_usage.shown(len(self.task.prompt.tokens), generated)
+        return data(chunk)
 
 
 @dataclass
@@ -189,7 +192,6 @@ async def chat_completions(service: Service, request: Request, body: ChatBody) -
         priority=body.priority or 0,
         constraint=fields.read_constraint(body, body.response_format, service.grammars),
     )
-    wants_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     name = body.model or service.settings.model_name
     answer = ChatAnswer(
         service,
@@ -197,7 +199,7 @@ async def chat_completions(service: Service, request: Request, body: ChatBody) -
         new_id("chatcmpl-"),
         name,
         bool(body.logprobs),
-        wants_usage,
+        fields.StreamUsage.of(body),
         bool(body.return_token_ids),
         use.custom,
     )
@@ -216,7 +218,7 @@ def read_chat(body: ChatFields, given: Sequence[ChatMessage]) -> tuple[Chat, Too
     continued = bool(body.continue_final_message)
     if continued and messages[-1].role != "assistant":
         raise wrong("continue_final_message", "false where the last message is not the assistant's", True)
-    return Chat(messages, use.offered, thinking, variables, continued, bool(body.control_tokens)), use
+    return Chat(messages, use.tools, thinking, variables, continued, bool(body.control_tokens)), use
 
 
 def event_stream(service: Service, task: ChatTask, events: AsyncIterator[bytes]) -> EventStream:

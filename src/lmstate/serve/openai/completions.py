@@ -67,9 +67,10 @@ class Texts:
     logprobs: int | None
     keep: int  # best_of keeps n of more
     wants_ids: bool = False  # of tokens
-    wants_usage: bool = False  # at the end of a stream
+    stream_usage: fields.StreamUsage | None = None
     id: str = field(default_factory=lambda: new_id("cmpl-"))
     created: int = field(default_factory=lambda: int(time()))
+    _generated: int = field(default=0, init=False)  # tokens so far
 
     def head(self) -> dict[str, Any]:
         return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
@@ -160,6 +161,7 @@ class Texts:
                     running -= 1
                     continue
                 index = number * self.n + piece.index
+                self._generated += len(piece.tokens)
                 if self.echo and index not in echoed:
                     echoed.add(index)
                     yield self._chunk(index, self.service.tokenizer.decode(self.prompts[number]), None, None)
@@ -176,7 +178,7 @@ class Texts:
                     reason = "stop" if piece.finished in ("eos", "stop") else "length"
                 if piece.text or told or reason or self.wants_ids:
                     yield self._chunk(index, piece.text, told, reason, piece.tokens)
-            if self.wants_usage:
+            if self.stream_usage is not None:
                 completions = [await request.wait() for request in self.requests]
                 yield data({**self.head(), "choices": [], "usage": usage_of(completions)})
             yield DONE
@@ -195,7 +197,9 @@ class Texts:
         if self.wants_ids:
             choice["token_ids"] = list(tokens)
         chunk = {**self.head(), "choices": [choice]}
-        return data({**chunk, "usage": None} if self.wants_usage else chunk)
+        if self.stream_usage is not None:
+            chunk |= self.stream_usage.shown(sum(map(len, self.prompts)), self._generated)
+        return data(chunk)
 
     def cancel(self) -> None:
         for request in self.requests:
@@ -237,7 +241,7 @@ async def completions(service: Service, request: Request, body: CompletionBody) 
         logprobs,
         n,
         bool(body.return_token_ids),
-        body.stream_options is not None and bool(body.stream_options.include_usage),
+        fields.StreamUsage.of(body),
     )
     try:
         for prompt in prompts:
@@ -323,9 +327,7 @@ def usage_of(completions: list[Completion]) -> dict[str, Any]:
     generated = sum(completion.usage.generated for completion in completions)
     reused = sum(completion.usage.reused for completion in completions)
     usage: dict[str, Any] = {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
+        **fields.token_counts(prompt, generated),
         "prompt_tokens_details": {"cached_tokens": reused, "cache_write_tokens": prompt - reused},
     }
     if len(completions) == 1:

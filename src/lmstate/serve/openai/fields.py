@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lmstate.serve.answer.answers import Answer, usage_details
@@ -165,14 +166,31 @@ def thinking_of(body: ThinkingFields) -> tuple[bool | None, dict[str, Any]]:
     return (False if effort in UNTHINKING and chosen is None else chosen), variables
 
 
+@dataclass(frozen=True)
+class StreamUsage:
+    """Usage in the chunks of a stream: null up to the last one, or with `continuous` the tokens so far."""
+
+    continuous: bool = False
+
+    @staticmethod
+    def of(body: Generating) -> StreamUsage | None:
+        """None where the client asks for none."""
+        options = body.stream_options
+        return StreamUsage(bool(options.continuous_usage_stats)) if options and options.include_usage else None
+
+    def shown(self, prompt: int, generated: int) -> dict[str, Any]:
+        return {"usage": token_counts(prompt, generated) if self.continuous else None}
+
+
+def token_counts(prompt: int, generated: int) -> dict[str, Any]:
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+
 def usage_of(completion: Any, answers: list[Answer]) -> dict[str, Any]:
     """OpenAI's usage, with what the engine knows beside it under `lmstate`."""
     usage = completion.usage
-    generated = usage.generated
     return {
-        "prompt_tokens": usage.prompt,
-        "completion_tokens": generated,
-        "total_tokens": usage.prompt + generated,
+        **token_counts(usage.prompt, usage.generated),
         "prompt_tokens_details": {"cached_tokens": usage.reused, "cache_write_tokens": usage.prompt - usage.reused},
         "completion_tokens_details": {
             "reasoning_tokens": sum(answer.reasoning_tokens for answer in answers),

@@ -127,7 +127,7 @@ def _allowed_tools(given: AllowedTools, tools: tuple[Tool, ...], parallel: bool)
         if inner.name is None:
             raise wrong(f"tool_choice.tools[{index}].name", "a string", None)
         names.add(full_name(inner.namespace, inner.name))
-    return ToolUse(tuple(tool for tool in tools if tool.name in names), given.mode or "auto", parallel=parallel)
+    return ToolUse(tools, given.mode or "auto", parallel=parallel, only=frozenset(names))
 
 
 def tool_name(given: str, path: str, others: dict[str, Tool], space: str | None = None) -> str:

@@ -291,7 +291,7 @@ async def prepare(service: Service, kept: KeptResponses, body: ResponseBody) -> 
     if not (*before, *new):
         raise wrong("input", "a string or an array of items", body.input)
     control = bool(body.control_tokens)
-    chat = Chat((*system, *before, *new), use.offered, thinking, variables, control_tokens=control)
+    chat = Chat((*system, *before, *new), use.tools, thinking, variables, control_tokens=control)
     asked = Asked(body, chat, use, constraint, listed, previous, len(system) + len(before), conversation)
     return await asyncio.to_thread(truncated, service, asked) if body.truncation == "auto" else asked
 

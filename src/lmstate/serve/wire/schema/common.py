@@ -49,6 +49,7 @@ class StreamOptions(Struct, kw_only=True):
     """Extras of a stream beside the answer."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # with it: in every chunk
 
 
 class StructuredOutputs(Struct, kw_only=True):
