@@ -107,6 +107,35 @@ def test_ids_of_requests_are_in_every_answer_and_in_the_log(
         assert any(one.startswith(line) for one in told), told
 
 
+def test_every_request_has_one_line_in_the_log(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    with running(engine, BASE) as server, server.client() as client, caplog.at_level("INFO", "lmstate.serve"):
+        for stream in (False, True):
+            client.post("/v1/chat/completions?secret=1", json={**CHAT, "stream": stream, "ignore_eos": True})
+        client.post("/v1/completions", json={"prompt": [[1, 2, 3], [4, 5]], "max_tokens": 2, "ignore_eos": True})
+        client.get("/a%0d%0ab?c")
+        client.get("/health")
+        with standing_still(engine), asking(server, "/v1/chat/completions", LONG) as connection:
+            while b"content" not in connection.recv(4096):
+                pass
+        wait_until(lambda: caplog.records[-1].getMessage().endswith("(cut off)"))
+    told = [record.getMessage().partition("] ")[2] for record in caplog.records]
+    counts = [re.search(r"in=(\d+) reused=(\d+) out=(\d+)", line) for line in told]
+    assert [line.split(" ")[:3] for line in told] == [
+        ["POST", "/v1/chat/completions", "200"],
+        ["POST", "/v1/chat/completions", "200"],
+        ["POST", "/v1/completions", "200"],
+        ["GET", "/a%0D%0Ab", "404"],
+        ["POST", "/v1/chat/completions", "200"],
+    ]
+    assert all(re.search(r" \d+\.\d{3}s( \(cut off\))?$", line) for line in told)
+    first, second, both, none, cut = [found and [int(count) for count in found.groups()] for found in counts]
+    assert first and second and cut and none is None
+    assert first[1:] == [0, 3]
+    assert second == [first[0], first[0], 3]
+    assert both == [5, 0, 4]
+    assert cut[2] > 0
+
+
 def test_a_key_is_needed_in_every_protocol(engine: Engine) -> None:
     with running(engine, replace(BASE, api_keys=("secret", "other"))) as server, server.client() as client:
         assert client.get("/health").status_code == 200

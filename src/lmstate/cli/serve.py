@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 from contextlib import suppress
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,13 @@ import typer
 
 from lmstate.cli import options
 from lmstate.cli.output import note
+
+
+class LogLevel(StrEnum):
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
 
 
 def serve(
@@ -84,6 +92,9 @@ def serve(
             "--draft", metavar="MODEL|text|heads|none", help="Who proposes tokens to verify several at a step."
         ),
     ] = "auto",
+    log_level: Annotated[
+        LogLevel, typer.Option("--log-level", help="Of the log; info has one line for each request.")
+    ] = LogLevel.info,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts to the log.")] = False,
 ) -> None:
     """Serve a model to OpenAI, Anthropic and other clients over HTTP.
@@ -107,8 +118,10 @@ def serve(
         memory_bytes = as_bytes(memory)  # before a model is loaded for nothing
         Pace.bounded(max_itl, stall)
     kv = options.kv_storage(kv_bits)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO)
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    level = logging.getLevelNamesMapping()[log_level.upper()]
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=max(level, logging.INFO))
+    logging.getLogger("lmstate").setLevel(level)
+    logging.getLogger("uvicorn.error").setLevel(max(level, logging.WARNING))
     settings = Settings(
         model,
         host,

@@ -54,6 +54,11 @@ class Request:
         """(tokens of the prompt that are computed or reused, all of them)."""
         return self.computed, len(self.prompt)
 
+    @property
+    def generated(self) -> int:
+        """Tokens of its answers so far."""
+        return sum(len(piece.tokens) for piece in self._pieces)
+
     def cancel(self) -> None:
         """End it within one step, finished "cancelled". What was computed stays reusable."""
         self.cancelled = True

@@ -30,6 +30,7 @@ from lmstate.serve.openai.responses import routes as responses
 from lmstate.serve.openai.responses.kept import KeptResponses
 from lmstate.serve.openapi import document
 from lmstate.serve.settings import Settings
+from lmstate.serve.wire.access_log import AccessLog
 from lmstate.serve.wire.errors import ApiError
 from lmstate.serve.wire.linger import Linger
 from lmstate.serve.wire.request_id import RequestIds
@@ -183,6 +184,7 @@ def create_app(engine: Engine, settings: Settings, *, close_engine: bool = True)
         middleware=[
             Middleware(Linger, seconds=settings.body_timeout),
             Middleware(RequestIds),
+            Middleware(AccessLog),
             Middleware(Guard, settings=settings, open_paths=page.OPEN_PATHS),
         ],
         exception_handlers={HTTPException: _http_error, Exception: _failed},

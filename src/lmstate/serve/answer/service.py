@@ -21,6 +21,7 @@ from lmstate.serve.answer.grammar import Grammars
 from lmstate.serve.answer.messages import Call, Chat, Message, Prompt, Renderer
 from lmstate.serve.settings import Settings
 from lmstate.serve.tools import Event, Tool
+from lmstate.serve.wire.access_log import submitted
 from lmstate.serve.wire.errors import ApiError, as_api_error
 from lmstate.serve.wire.metrics import Metrics
 from lmstate.serve.wire.sse import Disconnected, unless_gone
@@ -172,6 +173,8 @@ class Service:
         except ValueError as error:
             raise ApiError(str(error)) from None
         self.running.add(request)
+        if (made := submitted.get()) is not None:
+            made.append(request)
         context = copy_context()  # what is logged at the end is told of this HTTP request
         request.when_done(lambda request: context.run(self._done, request))
         return request
