@@ -110,6 +110,10 @@ def test_a_grammar_is_taken_whatever_its_rules_are_called(tiny: Running, name: s
         {"response_format": {"type": "json_object", "schema": {"enum": [{"a": 17}]}}},
         {"guided_json": '{"enum": [{"a": 17}]}'},
         {"structured_outputs": {"json": {"enum": [{"a": 17}]}}},
+        {"json_schema": {"enum": [{"a": 17}]}},
+        {"format": {"enum": [{"a": 17}]}},
+        {"regex": '[{]"a": 17[}]'},
+        {"ebnf": 'root ::= "{\\"a\\": 17}"'},
     ],
     ids=str,
 )

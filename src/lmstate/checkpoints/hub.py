@@ -133,7 +133,7 @@ def open_checkpoint(
 
     The defaults always hold `eos_token_id`, a list of ids that end a text (possibly empty), and what
     generation_config.json sets of `bos_token_id`, `do_sample`, `temperature`, `top_k`, `top_p`, `min_p` and
-    `repetition_penalty`.
+    `repetition_penalty`, and `pooling`, which the checkpoint was trained for (mean, cls, last or another name).
     """
     source = open_cached(resolve(name), cache_dir())
     held = WeightLoader(source, weights, dtype, device or "cpu", cache_dir(), progress, heads, activations)
@@ -162,6 +162,8 @@ def generation_defaults(generation: dict[str, Any], config: dict[str, Any]) -> d
         "repetition_penalty": fields.float("repetition_penalty", 1e-3, 1e3, default=None),
     }
     defaults = {name: value for name, value in checked.items() if value is not None}
+    if isinstance(pooling := generation.get("pooling"), str):
+        defaults["pooling"] = pooling
     defaults["eos_token_id"] = _ids(fields if fields.given("eos_token_id") else model, "eos_token_id")
     return defaults
 

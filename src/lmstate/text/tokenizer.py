@@ -49,6 +49,7 @@ class Tokenizer:
         }
         own = self.id_of(self._special["eos_token"]) if "eos_token" in self._special else None
         self.eos_ids = end_ids({*eos_ids, *(() if own is None else (own,))}, self.id_of)
+        self._templates: dict[bool, ChatTemplate] = {}  # for conversations without tools, and with them
         self._mark_special()
         self.bos_id = self.id_of(self._special["bos_token"]) if "bos_token" in self._special else None
 
@@ -119,7 +120,7 @@ class Tokenizer:
         `variables` are those that some templates know (`tools`, `enable_thinking`, ...). Raises `ModelError` if the
         model has no chat template, or the template refuses the conversation or writes nothing for it.
         """
-        text = self._chat_template.render(
+        text = self._chat_template(bool(variables.get("tools"))).render(
             messages, add_generation_prompt=add_generation_prompt, **{"tools": None, **self._special, **variables}
         )
         if messages and not text:
@@ -178,7 +179,17 @@ class Tokenizer:
     @property
     def template_source(self) -> str | None:
         """The chat template that came with the checkpoint, as Jinja; None if it has none."""
-        return self._template_source()
+        return self.template_for(tools=False)
+
+    def template_for(self, tools: bool) -> str | None:
+        """The chat template, of several the one named `tool_use` for conversations with tools, else `default`."""
+        value = self._settings.get("chat_template")
+        if isinstance(value, list):  # several, by name
+            named = {item.get("name"): item.get("template") for item in value if _is_named(item)}
+            value = (named.get("tool_use") if tools else None) or named.get("default")
+        if value is not None and not isinstance(value, str):
+            raise ModelError(f"the tokenizer's chat_template is a {type(value).__name__}; it must be a text")
+        return value
 
     def stream(self, skip_special_tokens: bool = True) -> TextStream:
         """A decoder for ids that come one by one."""
@@ -193,26 +204,19 @@ class Tokenizer:
             return frozenset()
         return frozenset(id for token, id in self.vocabulary.items() if BYTE_TOKEN.fullmatch(token))
 
-    @cached_property
-    def _chat_template(self) -> ChatTemplate:
+    def _chat_template(self, tools: bool) -> ChatTemplate:
         from lmstate.text.chat_template import ChatTemplate
 
-        source = self._template_source()
+        if tools in self._templates:
+            return self._templates[tools]
+        source = self.template_for(tools)
         if source is None:
             raise ModelError(
                 "this model has no chat template (it may be a base model, not one tuned for chat); "
                 "give it a plain prompt instead"
             )
-        return ChatTemplate(source)
-
-    def _template_source(self) -> str | None:
-        value = self._settings.get("chat_template")
-        if isinstance(value, list):  # several, by name
-            named = {item.get("name"): item.get("template") for item in value if _is_named(item)}
-            value = named.get("default")
-        if value is not None and not isinstance(value, str):
-            raise ModelError(f"the tokenizer's chat_template is a {type(value).__name__}; it must be a text")
-        return value
+        self._templates[tools] = ChatTemplate(source)
+        return self._templates[tools]
 
     def _token_text(self, name: str) -> str | None:
         """The text of `bos_token` and the like, which files give as a string or as an object with its properties."""

@@ -19,6 +19,7 @@ T = TypeVar("T")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # values of tokenizer.ggml.token_type
 MOST_TOKENS = 2**22
 LONGEST_PIECE = 256  # characters; a longer SentencePiece piece is never the result of a merge
+POOLINGS = {1: "mean", 2: "cls", 3: "last", 4: "rank"}  # llama.cpp's enum llama_pooling_type
 # Settings of generation_config.json, and what llama.cpp calls them in a file's metadata.
 SAMPLING = {
     "temperature": "temp",
@@ -91,6 +92,9 @@ def generation_of(metadata: Config, vocab_size: int) -> dict[str, Any]:
     defaults: dict[str, Any] = {"eos_token_id": sorted(ends)}
     if bos is not None:
         defaults["bos_token_id"] = bos
+    pooling = metadata.int(f"{metadata.str('general.architecture', default='')}.pooling_type", default=0)
+    if pooling:
+        defaults["pooling"] = POOLINGS.get(pooling, f"type {pooling}")
     said = {ours: metadata.get(f"general.sampling.{theirs}") for ours, theirs in SAMPLING.items()}
     given = {name: value for name, value in said.items() if value is not None}
     draws = bool(given.keys() - {"repetition_penalty"})
@@ -104,8 +108,12 @@ def _settings(metadata: Config, tokens: tuple[str, ...], notes: list[str]) -> di
         if index is not None:
             settings[f"{ours}_token"] = tokens[index]
     template = metadata.str("tokenizer.chat_template", default=None)
+    tool_use = metadata.str("tokenizer.chat_template.tool_use", default=None)
     if template is not None:
         settings["chat_template"] = template
+    if tool_use is not None:
+        names = {"default": template, "tool_use": tool_use}
+        settings["chat_template"] = [{"name": name, "template": text} for name, text in names.items()]
     return settings
 
 

@@ -20,6 +20,7 @@ from lmstate.text.tokenizer import TokenizerFiles
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_SHARDS = 4096
 MOST_TEMPLATE = 2**22  # bytes
+POOLINGS = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"}  # sentence-transformers' names
 FLOATS = ("float32", "float16", "bfloat16")
 
 
@@ -39,6 +40,8 @@ class CheckpointFolder:
         self._fp8_block = fp8.block_of(settings) if self._fp8 else None
         generation = path / "generation_config.json"
         self.generation: dict[str, Any] = read_object(generation) if generation.is_file() else {}
+        if (pooling := _pooling(self.path)) is not None:
+            self.generation["pooling"] = pooling
         self._shards = self._open_shards()
         self._where = {name: shard for shard in self._shards for name in shard.entries}
         if sum(len(shard.entries) for shard in self._shards) != len(self._where):
@@ -169,7 +172,26 @@ def tokenizer_files(path: Path) -> TokenizerFiles | None:
         settings.update(read_object(path / "chat_template.json"))
     if (path / "chat_template.jinja").is_file():
         settings["chat_template"] = _template(path / "chat_template.jinja")
+    if (path / "additional_chat_templates" / "tool_use.jinja").is_file():
+        tool_use = _template(path / "additional_chat_templates" / "tool_use.jinja")
+        settings["chat_template"] = [
+            {"name": "default", "template": settings.get("chat_template")},
+            {"name": "tool_use", "template": tool_use},
+        ]
     return TokenizerFiles(path / "tokenizer.json", settings)
+
+
+def _pooling(path: Path) -> str | None:
+    """The pooling that sentence-transformers notes beside a checkpoint (`1_Pooling/config.json`), if it does."""
+    file = path / "1_Pooling" / "config.json"
+    if not file.is_file():
+        return None
+    settings = read_object(file)
+    modes = [name.removeprefix("pooling_mode_") for name, chosen in settings.items() if chosen is True]
+    modes = [mode for mode in modes if f"pooling_mode_{mode}" in settings]
+    if isinstance(named := settings.get("pooling_mode"), str):
+        modes = [named]
+    return "+".join(POOLINGS.get(mode, mode) for mode in modes) or None
 
 
 def _template(path: Path) -> str:

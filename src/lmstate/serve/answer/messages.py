@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,9 +16,11 @@ from lmstate.serve.wire.body import MAX_DEPTH
 from lmstate.serve.wire.errors import ApiError
 from lmstate.text.control_tokens import ControlTokens
 from lmstate.text.nesting import is_deeper
-from lmstate.text.replay import Replay, chain
+from lmstate.text.replay import THOUGHT, Replay, chain
 from lmstate.text.tokenizer import Tokenizer
 
+WORD = re.compile(r"\w+")
+FEW_WORDS = 200  # of a text that a template writes in another way
 # Claude Code begins its system prompt with a line that changes with every request: no prefix would ever be reused.
 VOLATILE = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
 
@@ -96,10 +99,10 @@ class Renderer:
     """Renders conversations with a model's own template, whatever roles and tools it knows."""
 
     def __init__(self, tokenizer: Tokenizer, replay: Replay) -> None:
-        template = tokenizer.template_source
+        template = tokenizer.template_for(tools=True)
         self.replay = replay
         self.format: ToolFormat = format_of(template) or HERMES
-        self.reasoning = reasoning_of(template)
+        self.reasoning = reasoning_of(tokenizer.template_source) or reasoning_of(template)
         self._tokenizer = tokenizer
         self._knows_tools = template is not None and "tools" in template
 
@@ -175,34 +178,62 @@ class Renderer:
             raise ApiError(str(error), param="messages") from None
 
     def _text(self, chat: Chat, messages: Sequence[Message], generation: bool = True) -> str:
-        """Templates disagree on arguments as text or as an object, and some refuse a second system message, any
-        system message, two messages of one role in a row or two calls in one; some leave a late system message out."""
+        """A conversation in the first form in which the template writes all of it. Raises `ApiError` if there is none.
+
+        Templates disagree on arguments as text or as an object, and some refuse a second system message, any system
+        message, two messages of one role in a row or two calls in one; some leave out a late system message, the calls
+        of earlier answers, or the text beside a call.
+        """
         last = messages[-1] if generation and chat.continued else None
         begun = generation and (chat.generation or chat.continued)
-        shown = messages[:-1] if last is not None else messages
+        given = messages[:-1] if last is not None else messages
         tools: list[Any] | None = [tool.described() for tool in chat.tools] or None
-        if not self._knows_tools:
-            shown, tools = self._told(shown, chat.tools), None
         variables = dict(chat.variables)
         if chat.thinking is not None:
             variables |= {"enable_thinking": chat.thinking, "thinking": chat.thinking}
+        shown: list[Sequence[Message]] = [given, self._told(given, ())]
+        if not self._knows_tools:
+            shown, tools = [self._told(given, chat.tools)], None
+        variables["tools"] = tools
         refused: ModelError | None = None
-        found: str | None = None
-        rules = [message.content.strip() for message in shown if message.role == "system"]
-        for form in forms(shown):
-            for as_text in (False, True):
-                given = [self._template_message(message, as_text) for message in form]
-                try:
-                    text = self._tokenizer.chat_text(given, begun, **{**variables, "tools": tools})
-                except ModelError as error:
-                    refused = refused or error
-                    continue
-                if all(rule in text or json.dumps(rule, ensure_ascii=False)[1:-1] in text for rule in rules):
-                    return text if last is None else text + last.content
-                found = found or text
-        if found is not None:
-            return found if last is None else found + last.content
+        lost = ""
+        for way in shown[: 2 if any(message.calls for message in given) else 1]:
+            for form in forms(way):
+                for as_text in (False, True):
+                    written = [self._template_message(message, as_text) for message in form]
+                    try:
+                        text = self._tokenizer.chat_text(written, begun, **variables)
+                    except ModelError as error:
+                        refused = refused or error
+                        continue
+                    missing = left_out(text, given)
+                    if missing is None:
+                        return text if last is None else self._continued(text, written, last, variables)
+                    lost = lost or missing
+        if lost:
+            raise ApiError(
+                f"the model's chat template leaves out {lost}, in every form that it takes: send it in another message",
+                param="messages",
+            )
         raise ApiError(str(refused), param="messages")
+
+    def _continued(self, text: str, written: list[dict[str, Any]], last: Message, variables: dict[str, Any]) -> str:
+        """A conversation whose last answer goes on behind its reasoning. Raises `ApiError` if that has no place."""
+        if not last.reasoning:
+            return text + last.content
+        with suppress(ModelError):
+            whole = self._tokenizer.chat_text([*written, self._template_message(last, False)], False, **variables)
+            at = whole.rfind(last.content.strip())
+            if last.content.strip() and is_written(whole[:at], last.reasoning):
+                return whole[:at] + last.content.lstrip()
+        if self.reasoning is None:
+            raise ApiError(
+                "the model's chat template has no place for the reasoning of the answer that is to be continued",
+                param="messages",
+            )
+        opened = text if text.rstrip().endswith(self.reasoning.start) else f"{text}{self.reasoning.start}\n"
+        closed = f"\n{self.reasoning.end}\n\n{last.content}" if last.content else ""
+        return opened + last.reasoning + closed
 
     def _template_message(self, message: Message, arguments_as_text: bool) -> dict[str, Any]:
         given: dict[str, Any] = {"role": message.role, "content": message.content}
@@ -257,6 +288,45 @@ def _hidden_call(call: Call, control: ControlTokens) -> Call:
     if values == call.arguments:  # no JSON
         arguments = hidden
     return Call(control.hide(call.id), control.hide(call.name), arguments)
+
+
+def left_out(text: str, messages: Sequence[Message]) -> str | None:
+    """The first part of the messages that a rendered text does not have, by its path; None if it has all.
+
+    Thoughts of earlier answers do not count: templates leave them out on purpose.
+    """
+    for index, message in enumerate(messages):
+        content = message.content.rpartition(THOUGHT)[2] if message.role == "assistant" else message.content
+        if not is_written(text, content):
+            return f"messages[{index}].content"
+        for number, call in enumerate(message.calls):
+            if not all(is_written(text, value) for value in [*_texts(loads(call.arguments))] or [call.name]):
+                return f"messages[{index}].tool_calls[{number}].function"
+    return None
+
+
+def is_written(text: str, part: str) -> bool:
+    """Whether a text has a part of it: as it stands, escaped as in JSON, or line by line, or by its first words."""
+
+    def has(piece: str) -> bool:
+        return piece in text or json.dumps(piece, ensure_ascii=False)[1:-1] in text or json.dumps(piece)[1:-1] in text
+
+    part = part.strip()
+    if has(part) or all(has(line.strip()) for line in part.splitlines()):
+        return True
+    return all(has(word) for word in WORD.findall(part)[:FEW_WORDS])
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The names and the strings of a JSON value."""
+    if isinstance(value, dict):
+        yield from value
+        value = list(value.values())
+    if isinstance(value, list):
+        for one in value:
+            yield from _texts(one)
+    elif isinstance(value, str):
+        yield value
 
 
 def joined(messages: Sequence[Message], leading: bool) -> list[Message]:
@@ -314,10 +384,21 @@ def without_system(messages: Sequence[Message]) -> list[Message]:
     return alternating([replace(one, role="user") if one.role == "system" else one for one in messages])
 
 
+def spoken(messages: Sequence[Message]) -> list[Message]:
+    """The text beside calls in a message of its own before them."""
+    turns: list[Message] = []
+    for message in messages:
+        if message.calls and message.content.strip():
+            turns.append(replace(message, calls=()))
+            message = replace(message, content="", reasoning="")
+        turns.append(message)
+    return turns
+
+
 def forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
     """Ways to write the same conversation, the one that changes the least first; each once."""
     given: list[list[Message]] = []
-    for calls in (list(messages), parted(messages)):
+    for calls in (list(messages), parted(messages), spoken(messages), spoken(parted(messages))):
         system = [joined(calls, leading=True), joined(calls, leading=False)]
         for form in (*system, *map(alternating, system), without_system(system[1])):
             if form not in given:

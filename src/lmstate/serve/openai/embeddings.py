@@ -21,6 +21,7 @@ from lmstate.serve.wire.body import wrong
 from lmstate.serve.wire.schema.completions import EmbeddingBody
 from lmstate.serve.wire.sse import unless_gone
 
+POOLINGS = ("mean", "last", "cls")
 BESIDE_STREAMS, ALONE = 64, 512  # tokens of a text that are read in one go
 
 
@@ -54,12 +55,18 @@ def pooled(hidden: Tensor, pooling: str, dimensions: int | None) -> Tensor:
 
 
 async def embeddings(service: Service, request: Request, body: EmbeddingBody) -> ASGIApp:
-    """`input`: a text, a list of texts, token ids, or a list of these. `pooling`: mean (default), last or cls."""
+    """`input`: a text, a list of texts, token ids, or a list of these. `pooling`: mean, last or cls; by default that
+    of the checkpoint, else mean."""
     service.settings.check_model(body.model)
     inputs = as_list(service, body.input, "input")
     widest = service.model.config.hidden_size
     if body.dimensions is not None and body.dimensions > widest:
         raise wrong("dimensions", f"a whole number from 1 to {widest}", body.dimensions)
+
+    pooling = body.pooling or service.model.defaults.get("pooling", "mean")
+    if pooling not in POOLINGS:
+        own = f"one of {', '.join(POOLINGS)}; the checkpoint's own, {pooling!r}, is not supported"
+        raise wrong("pooling", own, None)
 
     def encode() -> list[list[int]]:
         found = [prompt_ids(service, one, f"input[{index}]") for index, one in enumerate(inputs)]
@@ -71,7 +78,7 @@ async def embeddings(service: Service, request: Request, body: EmbeddingBody) ->
     vectors = []
     for tokens in prompts:
         hidden = await unless_gone(request.receive, hidden_states(service, tokens))
-        vectors.append(pooled(hidden, body.pooling or "mean", body.dimensions))
+        vectors.append(pooled(hidden, pooling, body.dimensions))
     used = sum(map(len, prompts))
     return json_response(
         {

@@ -88,6 +88,16 @@ def read_constraint(
     names = {"json": "guided_json", "regex": "guided_regex", "choice": "guided_choice", "grammar": grammar}
     if (found := _structured(shared, names, grammars)) is not None:
         return found
+    others = StructuredOutputs(
+        json=body.json_schema if body.format in (None, "", "json") else body.format,
+        regex=body.regex,
+        grammar=body.ebnf,
+        json_object=body.format == "json" or None,
+    )
+    schema = "json_schema" if body.json_schema is not None else "format"
+    names = {"json": schema, "regex": "regex", "grammar": "ebnf", "json_object": "format"}
+    if (found := _structured(others, names, grammars)) is not None:
+        return found
     if body.structured_outputs is not None:
         names = {key: f"structured_outputs.{key}" for key in StructuredOutputs.__struct_fields__}
         return _structured(body.structured_outputs, names, grammars)
