@@ -46,7 +46,7 @@ def load(
     Raises `ModelError` (a `ValueError`) for a checkpoint that is damaged or not supported, `OSError` for files that are
     missing or cannot be fetched.
     """
-    from lmstate.checkpoints.hub import open_checkpoint
+    from lmstate.checkpoints.open import open_checkpoint
     from lmstate.models.families import build
 
     _check_device(device)

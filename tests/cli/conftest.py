@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 import lmstate
+from lmstate.checkpoints.hub import ALIASES
 from tests.generation.fake_model import EOS, FakeModel, FakeTokenizer, ids
 
 
@@ -27,6 +28,13 @@ def repeat(held: list[int]) -> int:
     wanted = f"You said {said}." if before else " and so on"
     done = answer if before else text.partition(":")[2]
     return ids(wanted[len(done) :])[0] if len(done) < len(wanted) else EOS
+
+
+@pytest.fixture(autouse=True)
+def names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that a patched `lmstate.load` gives models for: the program refuses others before it calls it."""
+    for name in ("m", "tiny", "small", "missing", "no-model"):
+        monkeypatch.setitem(ALIASES, name, ALIASES["smollm2"])
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background may have been told to ignore it
 import lmstate, lmstate.cli
 
-moment, sys.argv = sys.argv[1], ["lmstate", "generate", "smolm2", "hi"]
+moment, sys.argv = sys.argv[1], ["lmstate", "generate", "smollm2", "hi"]
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
@@ -36,6 +36,36 @@ if moment == "load":
 lmstate.cli.main()
 """
 
+# Mistakes that are told before torch is imported, which takes seconds.
+MISTAKES = """
+import sys
+
+sys.modules["torch"] = None  # importing it is an error
+from typer.testing import CliRunner
+from lmstate.cli.app import app
+
+for line in sys.stdin:
+    result = CliRunner().invoke(app, line.split())
+    print(result.exit_code, " ".join(result.stderr.split()))
+"""
+TOLD = {
+    "generate smolm2 hi": "1 lmstate: no model called 'smolm2'",
+    "chat smolm2": "1 lmstate: no model called 'smolm2'",
+    "serve smolm2 --port 0": "1 lmstate: no model called 'smolm2'",
+    "bench smolm2": "1 lmstate: no model called 'smolm2'",
+    "demo smolm2": "1 lmstate: no model called 'smolm2'",
+    "inspect smolm2": "1 lmstate: no model called 'smolm2'",
+    "generate smollm2 hi --draft smolm2": "1 lmstate: --draft is auto, text, heads, none or a model: no model called",
+    "generate smollm2 hi --threads many": "2 Usage:",
+    "generate smollm2 hi --top-p 3": "2 Usage:",
+    "generate smollm2 hi --kv-bits 3": "2 Usage:",
+    "generate smollm2 hi --logit-bias x": "2 Usage:",
+    "generate smollm2 hi --state no-file": "1 lmstate: no-file: no such file",
+    "generate smollm2 -f no-file": "1 lmstate: no-file: no such file",
+    "generate smollm2 hi --raw --system x": "2 Usage:",
+    "finetune smollm2 README.md -o out --epochs 0": "2 Usage:",
+}
+
 
 def test_the_package_runs_as_the_program() -> None:
     done = subprocess.run([sys.executable, "-m", "lmstate", "--version"], capture_output=True, text=True, check=True)
@@ -47,3 +77,18 @@ def test_the_package_runs_as_the_program() -> None:
 def test_an_interrupt_ends_the_program_at_any_moment_and_quietly(moment: str, code: int) -> None:
     done = subprocess.run([sys.executable, "-c", INTERRUPTED, moment], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
+def test_mistakes_are_told_without_torch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MISTAKES], input="\n".join(TOLD), capture_output=True, text=True, check=True
+    )
+    for (line, told), got in zip(TOLD.items(), done.stdout.splitlines(), strict=True):
+        assert got.startswith(told), (line, got)
+        assert "torch" not in got
+
+
+def test_what_loads_models_imports_no_compiler() -> None:
+    heavy = "'torch._dynamo', 'torch._inductor', 'sympy', 'triton', 'transformers', 'pandas'"
+    script = f"import sys, lmstate.loading; assert not {{{heavy}}} & set(sys.modules), set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)

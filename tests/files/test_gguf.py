@@ -46,7 +46,7 @@ def test_taken_apart_equals_dequantized(format_):
 def test_formats_that_are_not_computed_on_are_told(tmp_path, caplog):
     tensors = ggufs.llama_tensors() | {"blk.0.attn_output.weight": (ggufs.blocks("IQ4_NL", 64, 128), "IQ4_NL")}
     path = ggufs.write(tmp_path / "a.gguf", tensors=tensors)
-    with caplog.at_level("INFO", logger="lmstate.checkpoints.hub"):
+    with caplog.at_level("INFO", logger="lmstate.checkpoints.open"):
         model = lmstate.load(path)
     told = "1 matrices of IQ4_NL are dequantized and held as int8, the nearest storage"
     assert model.notes == (told,) and told in caplog.text

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lmstate.checkpoints import hub
+from lmstate.checkpoints.open import generation_defaults, open_checkpoint
 from lmstate.errors import ModelError
 from tests.files import ggufs
 
@@ -129,7 +130,7 @@ def test_a_gguf_file_opens_whole(tmp_path, cache):
     tokens["tokenizer.ggml.tokens"].append("ab")
     path = ggufs.write(tmp_path / "a.gguf", metadata=tokens)
     for _ in range(2):  # parsed, then from the cache
-        weights, tokenizer, defaults = hub.open_checkpoint(path)
+        weights, tokenizer, defaults = open_checkpoint(path)
         assert weights.config.int("hidden_size") == 64
         assert tokenizer is not None and tokenizer.encode("ab") == [26] and tokenizer.eos_ids == {2}
         assert defaults == {"eos_token_id": [2]}
@@ -154,13 +155,13 @@ def test_a_gguf_file_opens_whole(tmp_path, cache):
     ],
 )
 def test_generation_defaults_are_read(generation, config, expected):
-    assert hub.generation_defaults(generation, config) == {"eos_token_id": []} | expected
+    assert generation_defaults(generation, config) == {"eos_token_id": []} | expected
 
 
 @pytest.mark.parametrize("bad", [{"eos_token_id": "x"}, {"eos_token_id": [-3]}, {"top_p": 2}, {"temperature": "hot"}])
 def test_generation_defaults_that_make_no_sense_are_refused(bad):
     with pytest.raises(ModelError, match=next(iter(bad))):
-        hub.generation_defaults(bad, {})
+        generation_defaults(bad, {})
 
 
 @pytest.mark.parametrize("file", ["m.gguf", "m-00002-of-00003.gguf", "Q4/m-00001-of-00002.gguf"])

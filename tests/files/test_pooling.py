@@ -9,8 +9,8 @@ import pytest
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.gguf.tokenizer import generation_of
-from lmstate.checkpoints.hub import generation_defaults
 from lmstate.checkpoints.huggingface.directory import _pooling
+from lmstate.checkpoints.open import generation_defaults
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.gguf.splitting import SPLITTINGS
 from lmstate.checkpoints.gguf.tokenizer import generation_of, tokenizer_of
-from lmstate.checkpoints.hub import open_checkpoint
-from lmstate.checkpoints.open import open_source
+from lmstate.checkpoints.open import open_checkpoint, open_source
 from lmstate.errors import ModelError
 from lmstate.text.tokenizer import Tokenizer, TokenizerFiles
 from tests import real_model
@@ -247,7 +246,7 @@ def test_tokens_that_end_a_turn_are_found_by_their_text():
 
 
 def test_suggested_sampling_is_read_from_a_gguf():
-    from lmstate.checkpoints.hub import generation_defaults
+    from lmstate.checkpoints.open import generation_defaults
 
     said = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.1}
     metadata = Config({**bpe_metadata("gpt-2"), **said}, "file")

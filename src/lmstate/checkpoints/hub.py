@@ -1,32 +1,24 @@
-"""From a name to an open checkpoint: aliases, files, directories, the Hugging Face Hub; and the cache of them all."""
+"""From a name to files: aliases, files, directories, the Hugging Face Hub; and the cache of them all.
+
+Nothing here imports torch, so that the command line refuses an unknown name at once.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import subprocess
 import sys
 import tempfile
-import warnings
 import zipfile
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from lmstate.checkpoints.config import Config
-from lmstate.checkpoints.gguf.reader import part_names
-from lmstate.checkpoints.loader import WeightLoader
-from lmstate.checkpoints.open import open_cached
 from lmstate.errors import ModelError
-from lmstate.text.tokenizer import Tokenizer
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 DOWNLOAD_SECONDS = 1800
-LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,28 +73,42 @@ def resolve(name: str | os.PathLike[str]) -> Path:
     `organization/model/file.gguf` (all the files of a model that is split). Raises `FileNotFoundError` for a name
     that is none of these, `ConnectionError` where a download is needed and impossible, `ModelError` for a damaged one.
     """
+    text = check_name(name)
+    if text in ALIASES:
+        return _fetch_alias(text, ALIASES[text])
+    path = Path(text).expanduser()
+    if path.exists():
+        return path
+    repository, file = _split_hub_id(text)
+    return _fetch_from_hub(repository, file) if path.suffix == ".gguf" else _fetch_from_hub(text)
+
+
+def check_name(name: str | os.PathLike[str]) -> str:
+    """The name as text. Raises `FileNotFoundError` for one that is no alias, no path that exists and no Hub id."""
     try:
         text = os.fspath(name)
     except TypeError:
         raise ValueError(
             f"a model is named by a text or a path; {name!r:.80} ({type(name).__name__}) was given"
         ) from None
-    if text in ALIASES:
-        return _fetch_alias(text, ALIASES[text])
     path = Path(text).expanduser()
-    if text and path.exists():
-        return path
-    organization, _, rest = text.partition("/")
-    repository, file = f"{organization}/{rest.partition('/')[0]}", rest.partition("/")[2]
-    if path.suffix == ".gguf" and file and _looks_like_hub_id(repository):
-        return _fetch_from_hub(repository, file)
-    if path.suffix != ".gguf" and _looks_like_hub_id(text):
-        return _fetch_from_hub(text)
+    if text in ALIASES or (text and path.exists()):
+        return text
+    repository, file = _split_hub_id(text)
+    if _looks_like_hub_id(repository) and (file if path.suffix == ".gguf" else text == repository):
+        return text
     meant = get_close_matches(text.lower(), ALIASES, n=1)
     raise FileNotFoundError(
         f"no model called {text!r}: it is no alias ({', '.join(ALIASES)}), no file or directory, and no Hub id of the "
         f"form organization/model or organization/model/file.gguf{f'; did you mean {meant[0]!r}?' if meant else ''}"
     )
+
+
+def _split_hub_id(text: str) -> tuple[str, str]:
+    """`organization/model` and the file in it, which may be empty."""
+    organization, _, rest = text.partition("/")
+    model, _, file = rest.partition("/")
+    return f"{organization}/{model}", file
 
 
 def name_of(path: str | os.PathLike[str]) -> str:
@@ -118,62 +124,6 @@ def name_of(path: str | os.PathLike[str]) -> str:
         return "~/" + path.relative_to(Path.home()).as_posix()
     except (ValueError, RuntimeError):  # not below it, or nobody knows where it is
         return str(path)
-
-
-def open_checkpoint(
-    name: str | os.PathLike[str],
-    weights: str = "auto",
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    progress: bool = True,
-    heads: bool = False,
-    activations: int | str = "auto",
-) -> tuple[WeightLoader, Tokenizer | None, dict[str, Any]]:
-    """Open a model by name: its weights (not read yet), its tokenizer (None without one), its generation defaults.
-
-    The defaults always hold `eos_token_id`, a list of ids that end a text (possibly empty), and what
-    generation_config.json sets of `bos_token_id`, `do_sample`, `temperature`, `top_k`, `top_p`, `min_p` and
-    `repetition_penalty`, and `pooling`, which the checkpoint was trained for (mean, cls, last or another name).
-    """
-    source = open_cached(resolve(name), cache_dir())
-    held = WeightLoader(source, weights, dtype, device or "cpu", cache_dir(), progress, heads, activations)
-    defaults = generation_defaults(source.generation, source.config)
-    files = source.tokenizer_files()
-    tokenizer = Tokenizer(files, defaults["eos_token_id"]) if files is not None else None
-    if tokenizer is not None:
-        defaults["eos_token_id"] = sorted(tokenizer.eos_ids)
-    for line in source.conversions:
-        LOG.info("%s: %s", source.path, line)
-    for note in source.notes:
-        warnings.warn(f"{source.path}: {note}", UserWarning, stacklevel=2)
-    return held, tokenizer, defaults
-
-
-def generation_defaults(generation: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """The part of generation_config.json that lmstate follows, checked; the ids fall back to config.json's."""
-    fields, model = Config(generation, "generation_config.json"), Config(config, "config.json")
-    checked: dict[str, Any] = {
-        "bos_token_id": fields.int("bos_token_id", default=model.int("bos_token_id", default=None)),
-        "do_sample": fields.bool("do_sample", default=None),
-        "temperature": fields.float("temperature", 0.0, 1e4, default=None),
-        "top_k": fields.int("top_k", low=-1, default=None),
-        "top_p": fields.float("top_p", 0.0, 1.0, default=None),
-        "min_p": fields.float("min_p", 0.0, 1.0, default=None),
-        "repetition_penalty": fields.float("repetition_penalty", 1e-3, 1e3, default=None),
-    }
-    defaults = {name: value for name, value in checked.items() if value is not None}
-    if isinstance(pooling := generation.get("pooling"), str):
-        defaults["pooling"] = pooling
-    defaults["eos_token_id"] = _ids(fields if fields.given("eos_token_id") else model, "eos_token_id")
-    return defaults
-
-
-def _ids(fields: Config, name: str) -> list[int]:
-    """Ids that a config gives as one number, a list, or not at all. -1 is how some configs say "none"."""
-    value = fields.get(name)
-    if value is None or value == -1:
-        return []
-    return list(fields.ints(name)) if isinstance(value, list) else [fields.int(name)]
 
 
 def _fetch_alias(name: str, alias: Alias) -> Path:
@@ -256,6 +206,8 @@ def _looks_like_hub_id(text: str) -> bool:
 def _fetch_from_hub(name: str, file: str | None = None) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
+
+    from lmstate.checkpoints.gguf.reader import part_names
 
     try:
         if file is not None:

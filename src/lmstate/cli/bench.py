@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,6 +37,7 @@ def bench(
       lmstate bench smollm2
       lmstate bench model.gguf --weights int4 --threads 4
     """
+    options.refuse_unknown(model, threads)
     import torch
 
     loaded = options.load_model(model, weights, threads, device=device, activations=activations)
@@ -64,6 +64,8 @@ def bench(
 
 
 def _row(name: str, tokens: int, seconds: list[float]) -> tuple[str, str, str, str]:
+    from statistics import median
+
     middle = median(seconds)
     return name, f"{tokens / middle:,.1f}", f"{1000 * middle:,.1f}", f"{1000 * middle / tokens:,.3f}"
 

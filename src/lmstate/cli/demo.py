@@ -26,6 +26,7 @@ def demo(
     """
     from contextlib import closing
 
+    options.refuse_unknown(model, threads)
     from lmstate.cli.chat.conversation import ChatConversation
 
     conversation = ChatConversation(options.load_model(model, threads=threads), max_new_tokens=max_tokens)

@@ -77,6 +77,10 @@ def finetune(
       lmstate finetune smollm2 notes.jsonl -o notes --epochs 3
       lmstate generate smollm2 "What did I note?" --adapter notes
     """
+    # What can be refused without the model is refused before it, and torch, are loaded for nothing.
+    options.refuse_unknown(model, threads)
+    if steps is None and not 0 < epochs < math.inf:
+        raise typer.BadParameter(f"--epochs {epochs:g} was asked for; give a number above 0, or --steps")
     import torch
 
     import lmstate
@@ -85,9 +89,6 @@ def finetune(
     from lmstate.training.finetune import LOG, FinetuneSettings, FineTuning, plot, refuse_begun
 
     raise_interrupts()
-    # What can be refused without the model is refused before it is loaded for nothing.
-    if steps is None and not 0 < epochs < math.inf:
-        raise typer.BadParameter(f"--epochs {epochs:g} was asked for; give a number above 0, or --steps")
     refuse_begun(out, resume)
     if threads is not None:  # not measured else: to go on from a checkpoint to the bit takes as many as before
         options.set_threads(threads)

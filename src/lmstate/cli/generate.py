@@ -99,10 +99,9 @@ def generate(
       lmstate generate smollm2 --raw -f book.txt -n 0 --save-state book.lmstate
       lmstate generate smollm2 --state book.lmstate "In one sentence, the book says" --json
     """
-    from lmstate.cli.chat.branches import with_messages
-    from lmstate.cli.progress import warn_of_length
-    from lmstate.generation import Generation, SamplingParams
-
+    # Importing torch takes seconds: mistakes are told before, wherever they can be.
+    options.refuse_unknown(model, threads, draft)
+    bias = options.logit_bias(logit_bias)
     text = as_text(_prompt(prompt, prompt_file, optional=state is not None), "the prompt")
     system = None if system is None else as_text(system, "--system")
     if chat is False and system is not None:
@@ -119,12 +118,16 @@ def generate(
         raise FileNotFoundError(f"--save-state {save_state}: there is no folder {save_state.parent}; make it first")
     if logprobs is not None and not as_json:
         raise typer.BadParameter("--logprobs are part of the object of --json: give both")
+    from lmstate.cli.chat.branches import with_messages
+    from lmstate.cli.progress import warn_of_length
+    from lmstate.generation import Generation, SamplingParams
+
     limits: dict[str, Any] = {
         "max_new_tokens": max_tokens,
         "min_tokens": min_tokens,
         "presence_penalty": presence_penalty,
         "frequency_penalty": frequency_penalty,
-        "logit_bias": options.logit_bias(logit_bias),
+        "logit_bias": bias,
         "stop": stop or (),
         "stop_token_ids": stop_token_id or (),
         "ignore_eos": ignore_eos,

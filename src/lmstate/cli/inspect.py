@@ -30,6 +30,7 @@ def inspect(
         print()
         table("layers", ("layers", "tensors", "bytes"), layer_rows(snapshot))
         return
+    options.refuse_unknown(model)
     from lmstate.cli.inspect_model import model_rows, state_rows, weight_rows
 
     loaded = options.load_model(model, weights, activations=activations)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lmstate.models.model import Model
 
 DEFAULT_MODEL = "smollm2"
+DRAFTERS = ("auto", "text", "heads", "none")
 
 
 class WeightKind(StrEnum):
@@ -45,6 +46,14 @@ class ActivationBits(StrEnum):
         return "auto" if self is ActivationBits.auto else 8 if self is ActivationBits.eight else 16
 
 
+class KVWidth(StrEnum):
+    """Bits of stored keys and values."""
+
+    eight = "8"
+    four = "4"
+    two = "2"
+
+
 ModelName = Annotated[
     str, typer.Argument(metavar="MODEL", help="Alias, directory, .gguf file or Hub id; `lmstate models` lists some.")
 ]
@@ -56,9 +65,7 @@ Activations = Annotated[
 Adapter = Annotated[
     Path | None, typer.Option("--adapter", metavar="FOLDER", help="A LoRA adapter to run beside the weights.")
 ]
-KVBits = Annotated[
-    int | None, typer.Option("--kv-bits", metavar="8|4|2", help="Store keys and values in so many bits.")
-]
+KVBits = Annotated[KVWidth | None, typer.Option("--kv-bits", help="Store keys and values in so many bits.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", min=0, help="End after this many tokens.")]
 Temperature = Annotated[
     float | None,
@@ -68,10 +75,14 @@ Temperature = Annotated[
     ),
 ]  # fmt: skip
 TopK = Annotated[int | None, typer.Option("--top-k", min=0, help="Only the K most likely tokens; 0: all.")]
-TopP = Annotated[float | None, typer.Option("--top-p", help="The most likely tokens that hold this probability.")]
-MinP = Annotated[float | None, typer.Option("--min-p", help="Only tokens this probable, relative to the best.")]
+TopP = Annotated[
+    float | None, typer.Option("--top-p", min=0.0, max=1.0, help="The most likely tokens that hold this probability.")
+]
+MinP = Annotated[
+    float | None, typer.Option("--min-p", min=0.0, max=1.0, help="Only tokens this probable, relative to the best.")
+]
 Penalty = Annotated[
-    float | None, typer.Option("--repetition-penalty", help="Above 1: tokens already there are less likely.")
+    float | None, typer.Option("--repetition-penalty", min=0.0, help="Above 1: tokens already there are less likely.")
 ]
 Seed = Annotated[int | None, typer.Option("--seed", help="The same seed draws the same text.")]
 Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text. Repeatable.")]
@@ -137,41 +148,51 @@ def load_model(
     return model
 
 
+def refuse_unknown(name: str, threads: str | None = None, draft: str = "auto") -> None:
+    """Refuse names that stand for no model and threads that are no number, before torch is imported for nothing."""
+    from lmstate.checkpoints.hub import check_name
+
+    check_name(name)
+    _thread_count(threads)
+    if draft not in DRAFTERS:
+        try:
+            check_name(draft)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"--draft is {', '.join(DRAFTERS)} or a model: {error}") from None
+
+
 def set_threads(asked: str | None) -> None:
     """Set torch's threads. Raises `typer.BadParameter` for what is neither a number nor "auto"."""
-    import lmstate
-
+    count = _thread_count(asked)
     if asked is None and os.environ.get("OMP_NUM_THREADS"):
         return
+    import lmstate
+
     with usage():
-        if asked in (None, "auto"):
-            lmstate.set_threads("auto")
-        else:
-            try:
-                count = int(asked)
-            except ValueError:
-                raise ValueError(f'--threads {asked} was asked for; give a number, or "auto"') from None
-            lmstate.set_threads(count)
+        lmstate.set_threads(count)
+
+
+def _thread_count(asked: str | None) -> int | Literal["auto"]:
+    if asked is None or asked == "auto":
+        return "auto"
+    try:
+        return int(asked)
+    except ValueError:
+        raise typer.BadParameter(f'--threads {asked} was asked for; give a number, or "auto"') from None
 
 
 def load_drafter(name: str, device: str | None = None) -> str | Model:
     """Drafter that `--draft` names: "auto", "text", "heads" or "none" as they are, else the model of that name."""
     import lmstate
 
-    if name in ("auto", "text", "heads", "none"):
-        return name
-    try:
-        return lmstate.load(name, weights=WeightKind.auto.value, device=device)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"--draft is auto, text, heads, none or a model: {error}") from None
+    return name if name in DRAFTERS else lmstate.load(name, weights=WeightKind.auto.value, device=device)
 
 
-def kv_storage(bits: int | None) -> Quantized | None:
-    """Storage of keys and values that `--kv-bits` names. Raises `typer.BadParameter` for other numbers of bits."""
+def kv_storage(bits: KVWidth | None) -> Quantized | None:
+    """Storage of keys and values that `--kv-bits` names."""
     from lmstate.kv import Quantized
 
-    with usage():
-        return None if bits is None else Quantized(bits)
+    return None if bits is None else Quantized(int(bits))
 
 
 @contextmanager

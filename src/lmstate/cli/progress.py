@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 from time import monotonic
+from typing import TYPE_CHECKING
 
 from lmstate.cli.output import CLEAR, Interrupt, note
-from lmstate.models.model import Model
+
+if TYPE_CHECKING:
+    from lmstate.models.model import Model
 
 QUIET_SECONDS = 5.0  # off a terminal: until the first line, and between two
 

@@ -105,6 +105,8 @@ def serve(
       lmstate serve smollm2 --port 9000 --store ~/lmstate-store
       LMSTATE_API_KEY=secret lmstate serve smollm2 --host 0.0.0.0
     """
+    options.refuse_unknown(model, threads, draft)
+    check_address(host, port)
     try:
         from lmstate.serve import Settings, make_server, read_keys
     except ModuleNotFoundError as error:
@@ -136,7 +138,6 @@ def serve(
         max_priority=max_priority,
     )
     settings.check(allow_anonymous)
-    check_address(host, port)
     if store is not None:
         check_store(store)
     loaded = options.load_model(model, weights, threads, adapter, draft, device, activations)

@@ -52,9 +52,10 @@ def chat(
       lmstate chat smollm2 --system "You answer in one sentence." -t 0.7
       lmstate chat smollm2 --transcript < questions.txt > talk.txt
     """
+    options.refuse_unknown(model, threads, draft)
+    system = None if system is None else as_text(system, "--system")
     from lmstate.cli.chat.conversation import ChatConversation
 
-    system = None if system is None else as_text(system, "--system")
     sampling = options.SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     kv = options.kv_storage(kv_bits)
     loaded = options.load_model(model, weights, threads, adapter, draft, device, activations)

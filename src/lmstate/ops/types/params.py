@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from lmstate.ops.types.block_table import Stored
 
@@ -50,12 +49,12 @@ class AttentionParams(NamedTuple):
         if plain:
             causal = visible is None and tokens == stored
             if visible is None and 1 < tokens < stored:
-                visible = causal_lower_right(tokens, stored)
+                visible = _causal_lower_right(tokens, stored, q.device)
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=visible, is_causal=causal, scale=self.scale, enable_gqa=gqa
             )
         if visible is None:
-            visible = torch.ones(tokens, stored, dtype=torch.bool, device=q.device).tril(stored - tokens)
+            visible = _causal_mask(tokens, stored, q.device)
         return self.weights(q @ k.transpose(2, 3), visible).to(v.dtype) @ v
 
     def weights(self, products: Tensor, visible: Tensor) -> Tensor:
@@ -68,6 +67,24 @@ class AttentionParams(NamedTuple):
             return scores.softmax(-1)
         sinks = self.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+
+
+def _causal_lower_right(tokens: int, stored: int, device: torch.device) -> Tensor:
+    """What tells SDPA that the last of `tokens` queries sees all `stored` keys.
+
+    A GPU's fast kernels know torch's own `CausalBias`. On the CPU it stands for the plain mask, and importing it takes
+    longer than the rest of torch.
+    """
+    if device.type == "cpu":
+        return _causal_mask(tokens, stored, device)
+    from torch.nn.attention.bias import causal_lower_right
+
+    return causal_lower_right(tokens, stored)
+
+
+def _causal_mask(tokens: int, stored: int, device: torch.device) -> Tensor:
+    """Bool `[T, S]`."""
+    return torch.ones(tokens, stored, dtype=torch.bool, device=device).tril(stored - tokens)
 
 
 class CausalMask(NamedTuple):
