@@ -97,4 +97,12 @@ CASES = {
         rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "mscale": 0.7,
                          "mscale_all_dim": 0.9, "original_max_position_embeddings": 64},
     ),
+    "lara_mini": partial(
+        _config, "LaraMiniConfig", head_dim=16, sliding_window=14, num_hidden_layers=5, **_EXPERTS, **_DELTA
+    ),
+    "lara_mini-pattern": partial(
+        _config, "LaraMiniConfig", head_dim=8, sliding_window=30, num_key_value_heads=6, norm_topk_prob=False,
+        num_hidden_layers=3, layer_types=["full_attention", "linear_attention", "sliding_attention"],
+        tie_word_embeddings=False, **_EXPERTS, **{**_DELTA, "linear_num_key_heads": 4},
+    ),
 }  # fmt: skip

@@ -220,4 +220,14 @@ CASES = {
         _config, "GPT2Config", hidden_size=96, scale_attn_by_inverse_layer_idx=True,
         activation_function="relu", tie_word_embeddings=False,
     ),
+    "bitnet": partial(_config, "BitNetConfig"),
+    "bitnet-silu": partial(
+        _config, "BitNetConfig", hidden_act="silu", num_key_value_heads=6, attention_bias=True,
+        tie_word_embeddings=True, **_rope(500.0),
+    ),
+    "diffllama": partial(_config, "DiffLlamaConfig"),
+    "diffllama-biased": partial(
+        _config, "DiffLlamaConfig", num_attention_heads=4, num_key_value_heads=4, head_dim=8, attention_bias=True,
+        tie_word_embeddings=True, **_rope(500.0),
+    ),
 }  # fmt: skip

@@ -252,4 +252,62 @@ CASES = {
         _dbrx, {"clip_qkv": 2, "kv_n_heads": 6, "rope_theta": 10000.0},
         {"ffn_hidden_size": 40, "moe_num_experts": 4, "moe_top_k": 3, "moe_normalize_expert_weights": None},
     ),
+    "aria": partial(_config, "AriaTextConfig", intermediate_size=24, moe_num_experts=5, moe_topk=2),
+    "aria-biased": partial(
+        _config, "AriaTextConfig", intermediate_size=40, moe_num_experts=4, moe_topk=3, moe_num_shared_experts=1,
+        head_dim=8, num_key_value_heads=6, attention_bias=True, tie_word_embeddings=True,
+    ),
+    "beam": partial(
+        _config, "BeamConfig", head_dim=16, num_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2,
+        sliding_window=14, num_hidden_layers=5,
+    ),
+    "beam-pattern": partial(
+        _config, "BeamConfig", head_dim=8, num_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+        sliding_window=33, layer_types=[F, S, S], mlp_layer_types=["sparse", "dense", "sparse"],
+        norm_topk_prob=False, final_logit_softcapping=None, num_key_value_heads=6, attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "cohere2_moe": partial(
+        _config, "Cohere2MoeConfig", head_dim=16, intermediate_size=24, num_experts=5, num_experts_per_tok=2,
+        num_shared_experts=2, sliding_window=14, num_hidden_layers=6, first_k_dense_replace=1,
+        prefix_dense_intermediate_size=64, logit_scale=0.5,
+    ),
+    "cohere2_moe-sigmoid": partial(
+        _config, "Cohere2MoeConfig", head_dim=8, num_experts=4, num_experts_per_tok=3, num_shared_experts=1,
+        shared_expert_combination_strategy="sum", expert_selection_fn="sigmoid", sliding_window=33,
+        layer_types=[S, F, F], mlp_layer_types=["sparse", "dense", "sparse"], rms_norm_eps=1e-6,
+        prefix_dense_intermediate_size=40, prefix_dense_sliding_window_pattern=2, num_key_value_heads=6,
+        attention_bias=True, tie_word_embeddings=False, logit_scale=1.0,
+    ),
+    "flint": partial(
+        _config, "FlintConfig", head_dim=16, num_experts=5, num_experts_per_tok=2, shared_expert_intermediate_size=32,
+        sliding_window=14, num_hidden_layers=6,
+    ),
+    "flint-pattern": partial(
+        _config, "FlintConfig", head_dim=8, num_experts=4, num_experts_per_tok=3, shared_expert_intermediate_size=24,
+        sliding_window=33, layer_types=[S, F, S], mlp_only_layers=[1], norm_topk_prob=False, num_key_value_heads=6,
+        attention_bias=True, tie_word_embeddings=True,
+    ),
+    "hy_v3": partial(_config, "HYV3Config", head_dim=16, num_experts=6, num_experts_per_tok=2),
+    "hy_v3-biased": partial(
+        _config, "HYV3Config", head_dim=8, num_experts=4, num_experts_per_tok=3, num_shared_experts=2,
+        mlp_layer_types=["sparse", "dense", "sparse"], num_key_value_heads=6, attention_bias=True,
+        router_scaling_factor=1.5, tie_word_embeddings=True,
+    ),
+    "kolibri1": partial(
+        _config, "Kolibri1Config", head_dim=16, num_experts=6, num_experts_per_tok=2, sliding_window=14,
+        shared_expert_intermediate_size=32, num_hidden_layers=5,
+    ),
+    "kolibri1-pattern": partial(
+        _config, "Kolibri1Config", head_dim=8, num_experts=4, num_experts_per_tok=3, sliding_window=33,
+        shared_expert_intermediate_size=24, layer_types=[F, S, F], norm_topk_prob=True, num_key_value_heads=6,
+        tie_word_embeddings=True,
+    ),
+    "jetmoe": partial(
+        _config, "JetMoeConfig", kv_channels=8, num_local_experts=5, intermediate_size=24, num_experts_per_tok=2
+    ),
+    "jetmoe-untied": partial(
+        _config, "JetMoeConfig", kv_channels=16, num_local_experts=4, intermediate_size=40, num_experts_per_tok=3,
+        num_key_value_heads=3, tie_word_embeddings=False,
+    ),
 }  # fmt: skip

@@ -42,4 +42,9 @@ CASES = {
         n_group=1, topk_group=1, norm_topk_prob=False, first_k_dense_replace=2, rope_interleave=False,
         rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
     ),
+    "minicpm3": partial(_config, "MiniCPM3Config"),
+    "minicpm3-plain": partial(
+        _config, "MiniCPM3Config", q_lora_rank=None, kv_lora_rank=40, scale_emb=3, scale_depth=None,
+        dim_model_base=None, v_head_dim=None, attention_bias=True, tie_word_embeddings=False,
+    ),
 }  # fmt: skip

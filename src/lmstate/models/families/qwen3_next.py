@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lmstate.checkpoints.loader import WeightLoader
+from lmstate.checkpoints.source import floats
 from lmstate.models.families import builders as b
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.gated_delta_net import GatedDelta
@@ -73,7 +74,13 @@ def delta(w: WeightLoader, prefix: str, shape: b.Dims) -> GatedDelta:
     b.check_shared(w, heads, key_heads)
     values = heads * value_dim
     width = 2 * key_heads * key_dim + values
-    if w.has(together := f"{prefix}.in_proj_qkvz.weight"):
+    if w.has(all_six := f"{prefix}.in_proj.weight"):  # Lara's
+        w.expect(all_six, (width + values + 2 * heads, shape.hidden))
+        qkvz = w.derived(
+            f"{all_six}[qkvz]", all_six, make=lambda rows: floats(rows)[: width + values],
+            shape=(width + values, shape.hidden),
+        )  # fmt: skip
+    elif w.has(together := f"{prefix}.in_proj_qkvz.weight"):
         parts = key_dim, key_dim, values // key_heads, values // key_heads
         qkvz = w.linear(together, shape=(width + values, shape.hidden), order=lambda: _parted(key_heads, parts))
     else:
@@ -87,7 +94,7 @@ def delta(w: WeightLoader, prefix: str, shape: b.Dims) -> GatedDelta:
         b.short_conv(w, prefix, width, kernel),
         -w.tensor(f"{prefix}.A_log", (heads,)).exp(),
         w.tensor(f"{prefix}.dt_bias", (heads,)),
-        b.norm(w, f"{prefix}.norm.weight", value_dim, shape.eps),
+        b.norm(w, b.first_present(w, f"{prefix}.norm.weight", f"{prefix}.out_norm.weight"), value_dim, shape.eps),
         key_heads,
         key_dim,
         value_dim,
@@ -102,6 +109,8 @@ def _parted(key_heads: int, sizes: tuple[int, ...]) -> Tensor:
 
 def _gates(w: WeightLoader, prefix: str, key_heads: int, heads: int, hidden: int) -> Tensor:
     """Rows of beta, then of the decay, float32 `[2 * H, E]`."""
+    if w.has(all_six := f"{prefix}.in_proj.weight"):
+        return w.tensor(all_six)[-2 * heads :]
     if not w.has(f"{prefix}.in_proj_ba.weight"):
         return torch.cat([w.tensor(f"{prefix}.in_proj_{part}.weight", (heads, hidden)) for part in "ba"])
     both = w.tensor(f"{prefix}.in_proj_ba.weight", (2 * heads, hidden))  # key head by key head: betas, decays

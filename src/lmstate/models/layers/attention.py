@@ -47,7 +47,8 @@ class Attention(FusableLayer):
     to, and `qkv` are queries alone.
 
     `clip`: what the projections give is brought to within that of 0. `turned_weight` float32 `[D]` multiplies queries
-    after they are rotated: where a norm comes after the rotation, that is what is left of it there.
+    after they are rotated: where a norm comes after the rotation, that is what is left of it there. `out_norm`: of the
+    heads together, before `out`.
     """
 
     qkv: Weight
@@ -73,6 +74,7 @@ class Attention(FusableLayer):
     reads: int | None = None
     clip: float | None = None
     turned_weight: Tensor | None = None
+    out_norm: Norm | None = None
 
     @property
     def kind(self) -> str:
@@ -88,6 +90,7 @@ class Attention(FusableLayer):
 
     def sublayers(self, norm: Norm | None, post_norm: Norm | None, scale: float) -> tuple[ops.Sublayer, ...]:
         unknown = self.temperature is not None or self.clip is not None or self.turned_weight is not None
+        unknown = unknown or self.out_norm is not None
         if unknown or self.gates not in (0, self.heads) or self.gate_act != "sigmoid":
             return ()
         sublayer = ops.AttentionSublayer(
@@ -134,7 +137,7 @@ class Attention(FusableLayer):
         if self.gates:
             seen = gated(seen, behind, self.gate_act)
         mixed = seen.flatten(-2) if gate is None else ops.gated(seen.flatten(-2), gate)
-        return ops.linear(mixed, self.out, self.out_bias, residual=residual)
+        return ops.linear(mixed, self.out, self.out_bias, norm=self.out_norm, residual=residual)
 
 
 def gated(seen: Tensor, gate: Tensor, act: GateAct = "sigmoid") -> Tensor:

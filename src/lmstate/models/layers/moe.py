@@ -102,7 +102,7 @@ def _expert(expert: MLP) -> ops.Expert:
 
 def _plain(expert: FeedForward) -> TypeGuard[MLP]:
     """Whether the native body knows what an expert is made of."""
-    return isinstance(expert, MLP) and expert.gated and expert.factors is None
+    return isinstance(expert, MLP) and expert.gated and expert.factors is None and expert.down_norm is None
 
 
 @dataclass(frozen=True, eq=False)
