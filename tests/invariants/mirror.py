@@ -114,7 +114,7 @@ def bytes_held(state: lmstate.State) -> int:
         elif isinstance(thing, dict):
             for part in thing.values():
                 walk(part)
-        elif isinstance(thing, block_table.Block):
+        elif isinstance(thing, block_table.KVBlock):
             walk(thing.tensors)
         elif isinstance(thing, list | tuple):
             for part in thing:
