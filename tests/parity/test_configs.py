@@ -40,6 +40,16 @@ SIZES = (
     "q_lora_rank",
     "rotary_dim",
     "zero_expert_num",
+    "kv_channels",
+    "moe_num_experts",
+    "moe_num_shared_experts",
+    "num_shared_experts",
+    "shared_expert_intermediate_size",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
 )
 LEARNED = ("biogpt", "gpt_neo", "opt")  # have a row of weights for each position
 ROPES = ("rope_parameters", "rope_scaling", "rope_theta")

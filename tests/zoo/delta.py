@@ -100,7 +100,7 @@ CASES = {
     "lara_mini": partial(
         _config, "LaraMiniConfig", head_dim=16, sliding_window=14, num_hidden_layers=5, **_EXPERTS, **_DELTA
     ),
-    "lara_mini-pattern": partial(
+    "lara_mini-untied": partial(
         _config, "LaraMiniConfig", head_dim=8, sliding_window=30, num_key_value_heads=6, norm_topk_prob=False,
         num_hidden_layers=3, layer_types=["full_attention", "linear_attention", "sliding_attention"],
         tie_word_embeddings=False, **_EXPERTS, **{**_DELTA, "linear_num_key_heads": 4},

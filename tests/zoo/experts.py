@@ -258,10 +258,10 @@ CASES = {
         head_dim=8, num_key_value_heads=6, attention_bias=True, tie_word_embeddings=True,
     ),
     "beam": partial(
-        _config, "BeamConfig", head_dim=16, num_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2,
-        sliding_window=14, num_hidden_layers=5,
+        _config, "BeamConfig", head_dim=16, moe_intermediate_size=24, num_experts=16, num_experts_per_tok=3,
+        n_group=8, topk_group=4, sliding_window=14, num_hidden_layers=4,
     ),
-    "beam-pattern": partial(
+    "beam-biased": partial(
         _config, "BeamConfig", head_dim=8, num_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
         sliding_window=33, layer_types=[F, S, S], mlp_layer_types=["sparse", "dense", "sparse"],
         norm_topk_prob=False, final_logit_softcapping=None, num_key_value_heads=6, attention_bias=True,
@@ -269,7 +269,7 @@ CASES = {
     ),
     "cohere2_moe": partial(
         _config, "Cohere2MoeConfig", head_dim=16, intermediate_size=24, num_experts=5, num_experts_per_tok=2,
-        num_shared_experts=2, sliding_window=14, num_hidden_layers=6, first_k_dense_replace=1,
+        num_shared_experts=2, sliding_window=14, num_hidden_layers=5, first_k_dense_replace=1,
         prefix_dense_intermediate_size=64, logit_scale=0.5,
     ),
     "cohere2_moe-sigmoid": partial(
@@ -280,10 +280,10 @@ CASES = {
         attention_bias=True, tie_word_embeddings=False, logit_scale=1.0,
     ),
     "flint": partial(
-        _config, "FlintConfig", head_dim=16, num_experts=5, num_experts_per_tok=2, shared_expert_intermediate_size=32,
-        sliding_window=14, num_hidden_layers=6,
+        _config, "FlintConfig", head_dim=16, num_experts=7, num_experts_per_tok=2, shared_expert_intermediate_size=32,
+        sliding_window=14, num_hidden_layers=4,
     ),
-    "flint-pattern": partial(
+    "flint-biased": partial(
         _config, "FlintConfig", head_dim=8, num_experts=4, num_experts_per_tok=3, shared_expert_intermediate_size=24,
         sliding_window=33, layer_types=[S, F, S], mlp_only_layers=[1], norm_topk_prob=False, num_key_value_heads=6,
         attention_bias=True, tie_word_embeddings=True,
@@ -298,7 +298,7 @@ CASES = {
         _config, "Kolibri1Config", head_dim=16, num_experts=6, num_experts_per_tok=2, sliding_window=14,
         shared_expert_intermediate_size=32, num_hidden_layers=5,
     ),
-    "kolibri1-pattern": partial(
+    "kolibri1-normed": partial(
         _config, "Kolibri1Config", head_dim=8, num_experts=4, num_experts_per_tok=3, sliding_window=33,
         shared_expert_intermediate_size=24, layer_types=[F, S, F], norm_topk_prob=True, num_key_value_heads=6,
         tie_word_embeddings=True,
