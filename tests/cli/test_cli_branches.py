@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -216,8 +217,8 @@ def test_branches_go_on_apart(conversation: ChatConversation) -> None:
     check(conversation)
     assert conversation.messages[2]["content"] == "right"
     tree = command(conversation, "/tree").splitlines()
-    assert tree[0].startswith("main: ") and tree[0].endswith("(here)")
-    assert tree[1].startswith("└─ side: ") and "shared with main" in tree[1]
+    assert re.fullmatch(r'main ".+": \d+ tokens \(here\)', tree[0])
+    assert tree[1].startswith('└─ side "left": ') and "shared with main" in tree[1]
     told = command(conversation, "/switch side")
     assert told.startswith(f"on side, {len(left)} tokens; ")
     assert conversation.state.tokens(0) == left
@@ -267,7 +268,7 @@ def test_a_chat_keeps_keys_and_values_in_few_bits_after_a_reset_too(monkeypatch:
     model = talking("llama")
     monkeypatch.setattr(lmstate, "load", lambda name, weights, **_: model, raising=False)
     options = ["chat", "m", "--kv-bits", "2", "-n", "6", "--no-stats", "--threads", "1"]
-    result = CliRunner().invoke(app, options, input="Hello there\n/reset\nHello there\n")
+    result = CliRunner().invoke(app, options, input="Hello there\n/clear\nHello there\n")
     ids = Letters().chat([{"role": "user", "content": "Hello there"}], True)
     few = model.generate(ids, state=model.new_state(kv=lmstate.kv.Quantized(2)), max_new_tokens=6)
     assert few != model.generate(ids, max_new_tokens=6), "the bits show"

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from contextlib import closing, redirect_stdout
 from pathlib import Path
@@ -19,8 +20,8 @@ from lmstate.cli.app import app
 from lmstate.cli.chat.branches import Branch
 from lmstate.cli.chat.command import talk
 from lmstate.cli.chat.conversation import ChatConversation, turns
-from lmstate.cli.chat.input import _edit_lines
-from lmstate.cli.chat.slash_commands import COMMANDS, complete
+from lmstate.cli.chat.input import Typed, _edit_lines
+from lmstate.cli.chat.slash_commands import COMMANDS, AskQuestion, complete, run_command
 from tests.cli.conftest import ChatTokenizer
 from tests.generation.fake_model import FakeModel
 
@@ -93,7 +94,7 @@ def test_a_turn_that_fails_is_told_and_the_next_one_answers(model: FakeModel, ru
 
     def fail(held: list[int]) -> int | None:
         if model.calls == 2:
-            raise ValueError("the state is full; /reset begins again")
+            raise ValueError("the state is full; /clear begins again")
         return script(held)
 
     model.script = fail
@@ -116,10 +117,10 @@ def test_commands_are_listed_run_and_refused(model: FakeModel, runner: CliRunner
         "one",
         "/tokens",
         "/memory",
-        "/reset",
+        "/clear",
         "/tokens",
         "/nonsense",
-        "/reset now",
+        "/clear now",
         "two",
         "/exit",
         "three",
@@ -129,7 +130,7 @@ def test_commands_are_listed_run_and_refused(model: FakeModel, runner: CliRunner
     for expected in ("/memory", "messages", "forgot ", "0 tokens held", "You said two."):
         assert expected in result.stdout
     assert "You said three." not in result.stdout
-    assert "no command /nonsense" in result.stderr and "/reset takes no argument" in result.stderr
+    assert "no command /nonsense" in result.stderr and "/clear takes no argument" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def test_messages_may_have_several_lines(
 
     monkeypatch.setattr("builtins.input", line)
     monkeypatch.setattr("lmstate.cli.chat.input.sys.stdin.isatty", lambda: True)
-    monkeypatch.setattr("lmstate.cli.chat.input._edit_lines", lambda complete: None)
+    monkeypatch.setattr("lmstate.cli.chat.input._edit_lines", lambda complete: True)
     conversation = ChatConversation(model)
     with redirect_stdout(io.StringIO()) as out:
         talk(conversation, stats=False)
@@ -184,13 +185,60 @@ def test_ctrl_c_forgets_a_message_that_was_begun(model: FakeModel, monkeypatch: 
 
     monkeypatch.setattr("builtins.input", line)
     monkeypatch.setattr("lmstate.cli.chat.input.sys.stdin.isatty", lambda: True)
-    monkeypatch.setattr("lmstate.cli.chat.input._edit_lines", lambda complete: None)
+    monkeypatch.setattr("lmstate.cli.chat.input._edit_lines", lambda complete: True)
     conversation = ChatConversation(model)
     talk(conversation, stats=False)
     assert [question for question, _ in turns(conversation.messages)] == ["two"]
     typed = iter([KeyboardInterrupt, KeyboardInterrupt])
     with pytest.raises(KeyboardInterrupt):
         talk(conversation, stats=False)
+
+
+# What a terminal sends for a paste of three lines: with the marks that it was asked for, or without.
+PASTE = "one\n two\\\n/undo\nlast"
+
+
+@pytest.mark.parametrize("readline", [True, False])
+def test_a_paste_is_one_message_and_ctrl_c_drops_what_follows(readline: bool) -> None:
+    pty = pytest.importorskip("pty")
+    script = (
+        f"import sys; {readline} or sys.modules.update(readline=None)\n"
+        "from lmstate.cli.chat.input import forget_typed_ahead, marked_pastes, read\n"
+        "with marked_pastes():\n"
+        "    while (typed := read()) is not None:\n"
+        "        print(f'{len(typed.text)} {typed}', flush=True)\n"
+        "        if typed.text == 'wait': sys.stdin.readline(); forget_typed_ahead()\n"
+    )
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execv(sys.executable, [sys.executable, "-c", script])
+    seen = b""
+
+    def until(expected: bytes) -> None:
+        nonlocal seen
+        while expected not in seen:
+            seen += os.read(terminal, 4096)
+        seen = seen.partition(expected)[2]
+
+    try:
+        until(b"> ")
+        begin, end = (b"\033[200~", b"\033[201~") if readline else (b"", b"")
+        os.write(terminal, begin + PASTE.encode() + end + b"\r")
+        until(f"{len(PASTE)} {Typed(PASTE, command=False)}".encode())
+        until(b"> ")
+        os.write(terminal, b"/edit a\\\rb\r" if readline else b"/edit a\nb\n")
+        until(f"9 {Typed(chr(10).join(['/edit a', 'b']), command=True)}".encode())
+        until(b"> ")
+        os.write(terminal, b"wait\r")
+        until(b"4 Typed")
+        os.write(terminal, b"x\rpasted\rlines\r")  # while an answer comes, and is stopped
+        until(b"> ")
+        os.write(terminal, b"next\r")
+        until(b"4 Typed(text='next'")
+    finally:
+        os.close(terminal)
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
 
 
 def test_a_model_without_a_template_is_refused(model: FakeModel, runner: CliRunner) -> None:
@@ -253,6 +301,36 @@ def test_a_transcript_holds_the_questions_too(model: FakeModel, runner: CliRunne
     )
 
 
+def test_an_answer_is_given_once_more_with_other_settings_and_another_system_message(model: FakeModel) -> None:
+    conversation = ChatConversation(model, "S")
+
+    def command(line: str) -> str:
+        return run_command(line, COMMANDS, conversation)
+
+    with pytest.raises(ValueError, match="nothing was asked"):
+        command("/regen")
+    "".join(conversation.ask("one\ntwo"))
+    assert command("/history") == "system: S\n> one\n... two\nYou said one\ntwo."
+    assert command("/system") == "S"
+    command("/system Be brief.")
+    assert "temperature 0.7" in command("/set temperature 0.7").splitlines()
+    assert "top_k 3" in command("/set top-k 3").splitlines()
+    assert "top_k off" in command("/set top_k off").splitlines()
+    command("/set max_tokens 3")
+    assert (conversation.params.temperature, conversation.params.top_k) == (0.7, None)
+    for line in ("/set warmth 1", "/set temperature warm", "/set temperature -1", "/set top_p 7", "/set seed 1.5"):
+        before = conversation.params
+        with pytest.raises(ValueError):
+            command(line)
+        assert conversation.params == before
+    with pytest.raises(AskQuestion) as asked:
+        command("/regen")
+    assert "".join(conversation.edit(asked.value.question)) == "You"
+    assert [message["content"] for message in conversation.messages] == ["Be brief.", "one\ntwo", "You"]
+    held = model.tokenizer.decode(conversation.state.tokens(0))
+    assert held == "[system]Be brief.[end]\n[user]one\ntwo[end]\n[assistant]You"
+
+
 def test_tab_completes_commands_branches_and_files(model: FakeModel, tmp_path: Path) -> None:
     (tmp_path / "talks").mkdir()
     (tmp_path / "talk.lmstate").touch()
@@ -262,7 +340,8 @@ def test_tab_completes_commands_branches_and_files(model: FakeModel, tmp_path: P
     def completed(begun: str) -> list[str]:
         return complete(begun, COMMANDS, conversation)
 
-    assert completed("/s") == ["/save ", "/switch "]
+    assert completed("/s") == ["/save ", "/set ", "/switch ", "/system "]
+    assert completed("/set top") == ["/set top_k ", "/set top_p "]
     assert completed("/to") == ["/tokens"]
     assert completed("/") == sorted(f"{each} " if " " in COMMANDS[each].usage else each for each in COMMANDS)
     assert completed("/switch ") == ["/switch lean", "/switch left"]  # not the one that it is on

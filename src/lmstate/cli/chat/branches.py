@@ -6,11 +6,13 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 
 from lmstate.cli.chat.messages import ROLES, Message, common_prefix
 from lmstate.state import Snapshot, State
 
 FIRST = "main"
+TREE_WIDTH = 48  # characters of a question in the tree
 
 
 @dataclass
@@ -66,9 +68,10 @@ class Branches:
 
     def _lines(self, name: str, lead: str, below: str) -> list[str]:
         branch = self.known[name]
-        text = f"{lead}{name}: {len(branch.tokens)} tokens"
+        parent = self.known.get(branch.parent or "", Branch(None, [], []))
+        text = f"{lead}{name}{_question(branch.messages, parent.messages)}: {len(branch.tokens)} tokens"
         if branch.parent is not None:
-            text += f", {common_prefix(branch.tokens, self.known[branch.parent].tokens)} shared with {branch.parent}"
+            text += f", {common_prefix(branch.tokens, parent.tokens)} shared with {branch.parent}"
         lines = [text + (" (here)" if name == self.current else "")]
         children = [child for child, other in self.known.items() if other.parent == name]
         for child in children:
@@ -80,6 +83,13 @@ class Branches:
         snapshot = state.snapshot(0)
         branch = self.known[self.current]
         branch.messages, branch.tokens, branch.snapshot = list(messages), list(snapshot.tokens), snapshot
+
+
+def _question(messages: list[Message], parent: list[Message]) -> str:
+    """The beginning of the first question that the parent does not have, in quotes; empty if there is none."""
+    own = messages[common_prefix(messages, parent) :]
+    question = next((message["content"] for message in own if message["role"] == "user"), None)
+    return "" if question is None else f' "{shorten(question, TREE_WIDTH, placeholder="...")}"'
 
 
 def save(messages: list[Message], state: State, path: Path, force: bool = False) -> Snapshot:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmstate.cli import options
-from lmstate.cli.chat.input import MORE, PROMPT, as_text, read
+from lmstate.cli.chat.input import as_text, forget_typed_ahead, marked_pastes, quoted, read
 from lmstate.cli.output import describe, note, one_line, write_pieces
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ def chat(
     conversation = ChatConversation(
         loaded, system, sampler=sampling.of(loaded), max_new_tokens=max_tokens, draft=drafter, kv=kv
     )
-    failed = talk(conversation, stats, transcript and not typed_in)
+    with marked_pastes():
+        failed = talk(conversation, stats, transcript and not typed_in)
     if failed and not typed_in:
         note(f"lmstate: {failed} of the questions and commands failed")
         raise typer.Exit(1)
@@ -105,11 +106,6 @@ def talk(conversation: ChatConversation, stats: bool, transcript: bool = False) 
     return failed
 
 
-def quoted(text: str) -> str:
-    """A message as it looks when it was typed: its lines after the prompts."""
-    return PROMPT + text.encode(errors="replace").decode().replace("\n", f"\n{MORE}")
-
-
 def answer(conversation: ChatConversation, question: str, stats: bool, instead: bool = False) -> None:
     """One turn: the answer to stdout as it comes, then what it took. `instead`: of the last turn."""
     ask = conversation.edit if instead else conversation.ask
@@ -119,6 +115,7 @@ def answer(conversation: ChatConversation, question: str, stats: bool, instead: 
     except KeyboardInterrupt:  # the model was in the middle of a step, which then never happened: nor do its numbers
         stopped, stats = True, False
     if stopped:
+        forget_typed_ahead()
         note("(stopped)")
     if stats and conversation.report is not None:
         note(describe(conversation.report))

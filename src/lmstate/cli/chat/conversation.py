@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lmstate.cli.chat.branches import Branches, load
 from lmstate.cli.chat.messages import Message, common_prefix
 from lmstate.cli.progress import warn_of_length
-from lmstate.generation import Generation, Report, Sampler
+from lmstate.generation import Generation, Report, Sampler, SamplingParams
+from lmstate.generation.params import sampling_params
 from lmstate.speculation import Speculator, make_drafter
 
 if TYPE_CHECKING:
@@ -21,6 +22,14 @@ if TYPE_CHECKING:
     from lmstate.models.model import Model
     from lmstate.speculation import DraftChoice
     from lmstate.state import Snapshot, State
+
+
+SETTINGS = {
+    name: name
+    for name in (
+        "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+    )
+} | {"max_tokens": "max_new_tokens"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,21 +63,50 @@ class ChatConversation:
         self.model = model
         self._kv = kv
         self.system = system
-        self.sampler = sampler or Sampler()
-        self.max_new_tokens = max_new_tokens
-        # A model that drafts reads each turn once: what makes it a drafter holds its state.
-        if not (draft is None or isinstance(draft, str | Speculator)):
-            draft = make_drafter(draft, model, 1, self.sampler, self.sampler.seed)
-        self.draft = draft
+        self.params = sampling_params(sampler, {"max_new_tokens": max_new_tokens})
+        self._draft = draft
+        self.draft = self._make_drafter()
         self.report: Report | None = None  # of the last answer
         self.messages: list[Message] = []
         self._replaced: Replaced | None = None
         self._begin()
 
-    def reset(self) -> None:
+    def _make_drafter(self) -> DraftChoice:
+        """What is asked for; of a model a drafter, which holds a state, so that the model reads each turn once."""
+        if self._draft is None or isinstance(self._draft, str | Speculator):
+            return self._draft
+        return make_drafter(self._draft, self.model, 1, self.params, self.params.seed)
+
+    def settings(self) -> dict[str, Any]:
+        """How answers are sampled, by the names that `set` takes."""
+        return {name: getattr(self.params, field) for name, field in SETTINGS.items()}
+
+    def set(self, name: str, value: float | None) -> None:
+        """Change a setting; None: its default. Raises ValueError for unknown names and values out of range."""
+        if name not in SETTINGS:
+            raise ValueError(f"unknown setting {name!r}; expected one of {', '.join(SETTINGS)}")
+        field = SETTINGS[name]
+        changes: dict[str, Any] = {field: getattr(SamplingParams(), field) if value is None else value}
+        self.params = replace(self.params, **changes)
+        self.draft = self._make_drafter()
+
+    def set_system(self, text: str) -> None:
+        """Put a system message at the beginning, in the place of one that is there. The next answer reads all anew."""
+        self.system = text
+        rest = self.messages[1:] if self.messages and self.messages[0]["role"] == "system" else self.messages
+        self.messages = [{"role": "system", "content": text}, *rest]
+
+    def last_question(self) -> str:
+        """What was asked last. Raises ValueError if nothing was."""
+        for message in reversed(self.messages):
+            if message["role"] == "user":
+                return message["content"]
+        raise ValueError("nothing was asked yet")
+
+    def clear(self) -> None:
         """Begin again with the system message alone; `undo` brings back all that was."""
         if self.state.lengths[0] or len(self.branches.known) > 1:
-            self._remember("the reset")
+            self._remember("the clearing")
         self._begin()
 
     def load(self, path: Path) -> Snapshot:
@@ -103,8 +141,7 @@ class ChatConversation:
             self.model,
             [align(self.state, ids)],
             self.state,
-            params=self.sampler,
-            max_new_tokens=self.max_new_tokens,
+            params=self.params,
             draft=self.draft,
         )
         pieces = cast("Generator[RowPiece]", iter(generation))
@@ -130,7 +167,7 @@ class ChatConversation:
                 self.state.restore(0, snapshot)
 
     def undo_replacement(self) -> str | None:
-        """Bring back what a reset or a load replaced, if nothing was asked since; returns its name, None if nothing."""
+        """Bring back what `clear` or `load` replaced, if nothing was asked since; returns its name, None if nothing."""
         if (before := self._replaced) is None:
             return None
         self.messages, self.state, self.branches = before.messages, before.state, before.branches

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lmstate.cli.chat.branches import save
 from lmstate.cli.chat.conversation import ChatConversation
+from lmstate.cli.chat.input import PROMPT, quoted
 from lmstate.cli.output import size
 
 
@@ -48,13 +49,15 @@ def run_command(line: str, commands: Mapping[str, Command], conversation: ChatCo
 
 
 def complete(begun: str, commands: Mapping[str, Command], conversation: ChatConversation) -> list[str]:
-    """The lines that the beginning of one can become: commands, and after /switch branches, after /load files."""
+    """The lines that the beginning of one can become: commands, and their branches, settings and files."""
     name, space, argument = begun.partition(" ")
     if not space:
         lines = [f"{each} " if command.usage != each else each for each, command in commands.items()]
     elif name == "/switch":
         branches = conversation.branches
         lines = [f"{name} {branch}" for branch in branches.known if branch != branches.current]
+    elif name == "/set":
+        lines = [f"{name} {setting} " for setting in conversation.settings()]
     elif name in ("/load", "/save"):
         force = "--force " if name == "/save" and argument.startswith("--force ") else ""
         lines = [f"{name} {force}{path}" for path in _paths(argument.removeprefix(force))]
@@ -85,9 +88,9 @@ def _exit(conversation: ChatConversation, argument: str) -> str:
     raise ExitChat
 
 
-def _reset(conversation: ChatConversation, argument: str) -> str:
+def _clear(conversation: ChatConversation, argument: str) -> str:
     held = conversation.state.lengths[0]
-    conversation.reset()
+    conversation.clear()
     stays = "; the system message stays" if conversation.system else ""
     return f"forgot {held} tokens{stays}; /undo brings them back"
 
@@ -117,6 +120,42 @@ def _edit(conversation: ChatConversation, argument: str) -> str:
     if not argument:
         raise ValueError("/edit needs the question that takes the place of the last one")
     raise AskQuestion(argument)
+
+
+def _regenerate(conversation: ChatConversation, argument: str) -> str:
+    raise AskQuestion(conversation.last_question())
+
+
+def _history(conversation: ChatConversation, argument: str) -> str:
+    lines = []
+    for message in conversation.messages:
+        role, text = message["role"], message["content"]
+        lines.append(text if role == "assistant" else quoted(text, PROMPT if role == "user" else "system: "))
+    return "\n".join(lines) or "nothing was said yet"
+
+
+def _system(conversation: ChatConversation, argument: str) -> str:
+    if not argument:
+        return conversation.system or "there is no system message; /system TEXT sets one"
+    conversation.set_system(argument)
+    return "the system message of the next answer is set"
+
+
+def _set(conversation: ChatConversation, argument: str) -> str:
+    name, _, value = argument.partition(" ")
+    if name:
+        conversation.set(name.replace("-", "_"), _number(value.strip()))
+    return "\n".join(f"{name} {'off' if value is None else value}" for name, value in conversation.settings().items())
+
+
+def _number(text: str) -> float | None:
+    """The number that a setting is given as; None for "off"."""
+    if text == "off":
+        return None
+    try:
+        return float(text) if set(text) & set(".eEn") else int(text)
+    except ValueError:
+        raise ValueError(f"/set NAME NUMBER, or off; {text!r} was given") from None
 
 
 def _fork(conversation: ChatConversation, argument: str) -> str:
@@ -168,14 +207,18 @@ COMMANDS: dict[str, Command] = {
         Command("/help", "show this", _help),
         Command("/tokens", "how many tokens the state holds", _tokens),
         Command("/memory", "bytes that the state holds, by layer kind", _memory),
-        Command("/undo [N]", "take back the last N turns (1), or the last /reset or /load", _undo),
+        Command("/undo [N]", "take back the last N turns (1), or the last /clear or /load", _undo),
         Command("/edit TEXT", "ask TEXT in the place of the last question", _edit),
+        Command("/regen", "answer the last question once more, in the place of its answer", _regenerate),
+        Command("/history", "what was said", _history),
+        Command("/system [TEXT]", "show the system message, or set it", _system),
+        Command("/set [NAME NUMBER]", "show how answers are sampled, or set it: /set temperature 0.7", _set),
         Command("/fork NAME", "begin a branch here and go on in it", _fork),
         Command("/switch NAME", "go to another branch", _switch),
-        Command("/tree", "the branches, and the tokens that they share", _tree),
+        Command("/tree", "the branches: where they part, and the tokens that they share", _tree),
         Command("/save [--force] FILE", "write this conversation with its state; --force replaces a file", _save),
         Command("/load FILE", "go on from a saved conversation; /undo comes back", _load),
-        Command("/reset", "begin again; /undo comes back", _reset),
+        Command("/clear", "begin again; /undo comes back", _clear),
         Command("/exit", "leave (so does Ctrl-D)", _exit),
         Command("/quit", "the same", _exit),
     )
