@@ -289,10 +289,10 @@ def test_a_text_model_that_is_there_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_quantization_that_the_text_config_names_is_refused_by_name(tmp_path: Path) -> None:
-    more = {"language_model.model.layers.0.mlp.up_proj.weight_packed": torch.zeros(64, 6, dtype=torch.int32)}
+    more = {"language_model.model.layers.0.mlp.up_proj.numbers": torch.zeros(64, 6, dtype=torch.int32)}
     folder = rewritten(tmp_path, llava(), **more)
     config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["quantization_config"] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    config["text_config"]["quantization_config"] = {"quant_method": "elsewhere", "format": "of-its-own"}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"'compressed-tensors' \('pack-quantized'\)"):
+    with pytest.raises(ModelError, match=r"'elsewhere' \('of-its-own'\)"):
         lmstate.load(folder)

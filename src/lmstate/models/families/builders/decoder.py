@@ -79,6 +79,7 @@ def decoder(
         config.bool("tie_word_embeddings", default=False) and w.same("lm_head.weight", embedded)
     )
     head = embedding if tied else w.linear("lm_head.weight", shape=(shape.vocab, shape.hidden))
+    head_biased = head_biased and (w.has("lm_head.weight") or w.has("lm_head.bias"))  # else a base model's embedding
     head_bias = w.tensor("lm_head.bias", (shape.vocab,)) if head_biased else None
     blocks = [block(index) for index in range(shape.layers)]
     predicting = heads(embedding, head, head_bias) if heads is not None and w.heads else ()
