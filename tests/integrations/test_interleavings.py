@@ -15,7 +15,7 @@ from torch import Tensor
 from lmstate.integrations.transformers import StateCache
 from tests.integrations.models import call, decoder, text
 
-KINDS = ("llama", "gemma3", "qwen3_next", "mamba2", "deepseek_v3", "falcon_h1", "lfm2", "jamba")
+KINDS = ("llama", "gemma3", "qwen3_next", "mamba2", "deepseek_v3", "falcon_h1", "lfm2", "jamba", "deepseek_v4")
 MOST_ROWS, MOST_TOKENS, OPERATIONS = 4, 90, 14
 
 PART = st.floats(0, 1)

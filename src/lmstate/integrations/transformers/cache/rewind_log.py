@@ -12,7 +12,6 @@ from transformers.cache_utils import CacheLayerMixin, DummyLayer
 from lmstate.errors import UnsupportedError
 from lmstate.integrations.transformers.cache.history import ForwardCall, InputHistory
 from lmstate.integrations.transformers.cache.layers.base import RewindableLayer, Tensors
-from lmstate.integrations.transformers.cache.layers.hybrid import HybridWindowLayer
 from lmstate.integrations.transformers.cache.layers.recurrent import RecurrentLayer, is_fold
 from lmstate.integrations.transformers.cache.layers.sliding import WindowLayer
 from lmstate.integrations.transformers.cache.transfers import Transfers
@@ -137,7 +136,7 @@ class RewindLog:
             others = (layer for i, layer in enumerate(self._layers) if i not in anchor.carries)
             reached = all(
                 isinstance(layer, DummyLayer) or layer.reach(length) <= anchor.position for layer in others
-            ) and all(self._window_reach(i, length) <= anchor.position for i in anchor.carries)
+            ) and all(self._layers[i].attention_reach(length) <= anchor.position for i in anchor.carries)
             if reached and best.position < anchor.position <= to:
                 best = anchor
         return best
@@ -170,10 +169,10 @@ class RewindLog:
         for layer in self._layers:
             if isinstance(layer, CacheLayerMixin) and isinstance(layer, RewindableLayer):
                 length = layer.get_seq_length()
-                if to and isinstance(layer, WindowLayer) and WindowLayer.reach(layer, length) > to:
+                if to and layer.attention_reach(length) > to:
                     self.lost = True  # the call pushed out what comes before it
                     self._anchors.clear()
-                elif to and length > to:
+                elif to and length >= to:
                     layer.cut(length, to)
             if to == 0 and isinstance(layer, RewindableLayer):
                 layer.reset()  # type: ignore[attr-defined]  # of transformers' classes
@@ -199,7 +198,3 @@ class RewindLog:
             self._anchors.pop()
         if self.draft is not None and self.draft.position > to:
             self.draft = None
-
-    def _window_reach(self, index: int, length: int) -> int:
-        layer = self._layers[index]
-        return WindowLayer.reach(layer, length) if isinstance(layer, HybridWindowLayer) else 0

@@ -22,6 +22,10 @@ class RewindableLayer(ABC):
     def reach(self, length: int) -> int:
         """The earliest position that `cut` reaches in a layer that holds `length` tokens."""
 
+    def attention_reach(self, length: int) -> int:
+        """The earliest position that `cut` reaches in what it holds of attention."""
+        return self.reach(length)
+
     @abstractmethod
     def cut(self, length: int, to: int) -> None:
         """Take the layer from `length` tokens back to `to`, `reach <= to <= length`."""

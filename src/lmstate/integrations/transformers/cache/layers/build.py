@@ -8,7 +8,8 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 
 from lmstate.integrations.transformers.cache.layers.base import RewindableLayer
-from lmstate.integrations.transformers.cache.layers.full import FullAttentionLayer, IndexedLayer
+from lmstate.integrations.transformers.cache.layers.compressed import CompressedLayer, SparseCompressedLayer
+from lmstate.integrations.transformers.cache.layers.full import BlockIndexedLayer, FullAttentionLayer, IndexedLayer
 from lmstate.integrations.transformers.cache.layers.hybrid import HybridLayer, HybridWindowLayer
 from lmstate.integrations.transformers.cache.layers.recurrent import ConvLayer, RecurrentLayer
 from lmstate.integrations.transformers.cache.layers.sliding import WindowLayer
@@ -18,6 +19,9 @@ OURS: dict[str, type[RewindableLayer]] = {
     "sliding_attention": WindowLayer,
     "chunked_attention": WindowLayer,
     "indexed_attention": IndexedLayer,
+    "minimax_m3_sparse": BlockIndexedLayer,
+    "heavily_compressed_attention": CompressedLayer,
+    "compressed_sparse_attention": SparseCompressedLayer,
     "conv": ConvLayer,
     "linear_attention": RecurrentLayer,
     "hybrid": HybridLayer,

@@ -158,12 +158,11 @@ class IndexedLayer(FullAttentionLayer, DynamicIndexedLayer):
 
     def cut(self, length: int, to: int) -> None:
         super().cut(length, to)
+        # Its own tokens are counted: a call that failed may have stored keys of the indexer alone.
         if self.indexer_keys is not None:
-            self.indexer_keys = self._i.cut(self.indexer_keys, to - length + self.indexer_keys.shape[-2])
+            self.indexer_keys = self._i.cut(self.indexer_keys, min(to, self.indexer_keys.shape[-2]))
         if self.indexer_position_ids is not None:
-            self.indexer_position_ids = self.indexer_position_ids[
-                ..., : to - length + self.indexer_position_ids.shape[-1]
-            ]
+            self.indexer_position_ids = self.indexer_position_ids[..., :to]
 
     def select(self, rows: Tensor) -> None:
         super().select(rows)
@@ -194,3 +193,13 @@ class IndexedLayer(FullAttentionLayer, DynamicIndexedLayer):
         if keys is not None:
             self.update_indexer(keys)
         self.indexer_position_ids = positions
+
+
+class BlockIndexedLayer(IndexedLayer):
+    """Full attention, with the keys `[R, H, n, D]` of an indexer that scores blocks of positions (MiniMax M3)."""
+
+    kind = "block-indexed"
+
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        """Store new keys of the indexer; all that are stored."""
+        return self.update_indexer(idx_k)

@@ -88,6 +88,9 @@ class HybridWindowLayer(RecurrentLayer, WindowLayer):
         RecurrentLayer.reset(self)
         WindowLayer.reset(self)
 
+    def attention_reach(self, length: int) -> int:
+        return WindowLayer.reach(self, length)
+
     def cut(self, length: int, to: int) -> None:
         WindowLayer.cut(self, length, to)
 

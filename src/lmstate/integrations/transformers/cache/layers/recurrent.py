@@ -77,6 +77,9 @@ class RecurrentLayer(LinearAttentionLayer, RewindableLayer):
     def reach(self, length: int) -> int:
         return length
 
+    def attention_reach(self, length: int) -> int:
+        return 0
+
     def cut(self, length: int, to: int) -> None:
         """Nothing: a carry has no past, and the cache puts back an earlier one."""
 
