@@ -67,12 +67,15 @@ MORE: dict[str, Callable[[], Any]] = {
         _config, "DeepseekV32Config", **_LATENT, n_shared_experts=1, index_n_heads=2, index_head_dim=16, index_topk=128
     ),
     "deepseek_v4": partial(  # index heads enough that no two scores are the same
-        _config, "DeepseekV4Config", num_hidden_layers=4, head_dim=16, qk_rope_head_dim=8, q_lora_rank=24, o_lora_rank=8,
-        o_groups=2, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, sliding_window=12,
-        layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"] + [
-            "compressed_sparse_attention"],
-        compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 16}, index_n_heads=32,
-        index_head_dim=16, index_topk=4, mlp_layer_types=["hash_moe", "moe", "moe", "moe"],
+        _config, "DeepseekV4Config", num_hidden_layers=4, head_dim=16, qk_rope_head_dim=8, q_lora_rank=24,
+        o_lora_rank=8, o_groups=2, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2,
+        sliding_window=12, index_n_heads=32, index_head_dim=16, index_topk=4,
+        layer_types=[
+            "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+            "compressed_sparse_attention",
+        ],
+        compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+        mlp_layer_types=["hash_moe", "moe", "moe", "moe"],
     ),
     "zamba": partial(
         _config, "ZambaConfig", num_hidden_layers=6, attn_layer_period=3, attn_layer_offset=2, mamba_d_state=8,
@@ -145,10 +148,16 @@ def encoder_decoder(name: str) -> Any:
     return model
 
 
+COUNT_FROM_PADDING = (
+    "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"
+)  # fmt: skip
+"""Models that begin to count positions behind the number of the padding, and count right themselves."""
+
+
 def call(model: Any, ids: torch.Tensor, cache: Any, start: int | None = None) -> torch.Tensor:
     """Logits of new tokens after what a cache holds. Some models count positions from 0 unless they are told."""
     given = {cache_name(model): cache}
-    if "position_ids" in parameters(type(model)):
+    if "position_ids" in parameters(type(model)) and model.config.model_type not in COUNT_FROM_PADDING:
         start = cache.get_seq_length() if start is None else start
         given["position_ids"] = torch.arange(start, start + ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
     with torch.no_grad():

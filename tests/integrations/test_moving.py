@@ -24,6 +24,7 @@ from tests.zoo import CASES as ZOO
 
 KINDS = (
     "llama", "gemma3", "llama4", "qwen3_next", "mamba2", "falcon_h1", "lfm2", "deepseek_v3", "deepseek_v32", "gemma3n",
+    "deepseek_v4",
 )  # fmt: skip
 
 

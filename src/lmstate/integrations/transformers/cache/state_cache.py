@@ -33,8 +33,15 @@ from lmstate.integrations.transformers.cache.snapshot import CacheSnapshot, fing
 from lmstate.integrations.transformers.cache.transfers import Transfers
 from lmstate.state.validate import whole_number
 
-ELSEWHERE = frozenset({"minimax", "recurrent_gemma", "reformer", "rwkv", "xlnet", "xlstm"})
-"""Models that keep what they remember in their modules or in a cache of their own, in transformers 5.23."""
+UNFIT = {
+    **dict.fromkeys(
+        ("minimax", "recurrent_gemma", "reformer", "rwkv", "xlm", "xlnet", "xlstm"),
+        "keeps its state in its modules or in a cache of its own, where no other cache can move it",
+    ),
+    **dict.fromkeys(("cpmant", "prophetnet"), "reads a text that is cut in another way than the whole, with any cache"),
+    "openai-gpt": "takes no cache",
+}
+"""Types of models for which there can be no StateCache, in transformers 5.24, and why."""
 
 
 class StateCache(DynamicCache, hooks.ObservedCache):
@@ -71,11 +78,8 @@ class StateCache(DynamicCache, hooks.ObservedCache):
                 raise StateError(f"StateCache({name}={value}) was asked for; it is 0 or more")
         model = transformers_model(model)
         config = model.config.get_text_config(decoder=True)
-        if config.model_type in ELSEWHERE:
-            raise UnsupportedError(
-                f"StateCache(model) was asked for; {type(model).__name__} keeps its state in its modules or in a cache "
-                "of its own, where no other cache can move it: run it without one"
-            )
+        if (why := UNFIT.get(config.model_type)) is not None:
+            raise UnsupportedError(f"StateCache(model) was asked for; {type(model).__name__} {why}: run it without one")
         layers: list[Any] = new_layers(config, rewind)
         attention: list[Any] = [layer for layer in layers if isinstance(layer, CacheLayerMixin)]
         sent = [layer for layer in attention if not (offload_only_non_sliding and layer.is_sliding)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -31,7 +32,16 @@ OURS: dict[str, type[RewindableLayer]] = {
 
 def new_layers(config: PretrainedConfig, rewind: int) -> list[Any]:
     """Empty layers of a decoder of this config, whose windows can go back `rewind` tokens at no cost."""
-    return [_layer(kind, arguments, rewind) for kind, arguments in zip(*get_layer_types_and_kwargs(config))]
+    layers = [_layer(kind, arguments, rewind) for kind, arguments in zip(*get_layer_types_and_kwargs(config))]
+    return [*layers, *(copy.deepcopy(layers[index]) for index in _looped(config))]
+
+
+def _looped(config: PretrainedConfig) -> list[int]:
+    """Layers that Dory runs again: a cache of later loops stands behind the others, in the order of the calls."""
+    if config.model_type != "dory" or config.recurrent_kv_cache_mode != "per_loop":
+        return []
+    first, loops = config.n_input_layers, config.n_recurrent_loops
+    return [*range(first, first + config.n_recurrent_layers)] * (loops - 1)
 
 
 def _layer(kind: str, arguments: dict[str, Any], rewind: int) -> Any:
