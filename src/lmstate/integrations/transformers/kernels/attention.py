@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 from lmstate import ops
 from lmstate.ops import dispatch
 
 NAME = "lmstate"
+BIASED = frozenset({"deepseek_v4"})
+"""Models that append a bias of floats to their mask, which turns a boolean one around."""
 MAX_TOKENS = 32  # of a row, up to which the native body is the faster one where it has no products of bfloat16
 
 
@@ -40,7 +42,9 @@ class CausalWindow:
 
 def mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """The mask of sdpa (it takes what that takes), with a `CausalWindow` where it is one; None for a single query
-    that sees everything."""
+    that sees everything. Of floats for a model that appends a bias."""
+    if kwargs["config"].model_type in BIASED:
+        return eager_mask(*args, **kwargs)
     seen = sdpa_mask(*args, **kwargs)
     if seen is None or not seen.is_cpu or torch.compiler.is_compiling():
         return seen
