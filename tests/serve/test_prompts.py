@@ -26,6 +26,7 @@ from lmstate.serve.wire.errors import ApiError
 from lmstate.speculation import Draft
 from lmstate.text.control_tokens import control_pattern
 from lmstate.text.replay import Replay, Sampled, chain
+from lmstate.text.thinking import ThinkingMarkers
 from lmstate.text.tokenizer import Tokenizer, TokenizerFiles
 from tests.serve.byte_tokenizer import TEMPLATE, byte_tokenizer
 from tests.zoo import ours
@@ -177,7 +178,7 @@ def test_a_constraint_holds_after_reasoning(tmp_path: Path, special: bool) -> No
     tokenizer = byte_tokenizer(tmp_path, ["<think>", "</think>"] if special else [])
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
     for opened in (False, True):
-        lark = grammars.with_reasoning(grammars.json_object(), "<think>", "</think>", opened)
+        lark = grammars.with_reasoning(grammars.json_object(), ThinkingMarkers("<think>", "</think>"), opened)
         texts = {"Hm {.</think>\n{}": opened, "<think>Hm.</think>{}": not opened, "{}": not opened, "Hm.": False}
         for text, right in texts.items():
             grammar = grammars.compile(lark, "x")

@@ -15,10 +15,11 @@ _THOUGHT, _SAID = "\ue000thought\ue001", "\ue000said\ue001"  # private character
 
 @dataclass(frozen=True)
 class ThinkingMarkers:
-    """Texts around a thinking section."""
+    """Texts around a thinking section. `token`: the control token in `start`, if text follows it."""
 
     start: str
     end: str
+    token: str = ""
 
     def opened_by(self, prompt: str) -> bool:
         """Whether the prompt already begins the section, as some templates do."""
@@ -33,6 +34,7 @@ KNOWN = (
     ThinkingMarkers("<think>", "</think>"),
     ThinkingMarkers("[THINK]", "[/THINK]"),
     ThinkingMarkers("<seed:think>", "</seed:think>"),
+    ThinkingMarkers("<|channel>thought", "<channel|>", "<|channel>"),
 )
 
 

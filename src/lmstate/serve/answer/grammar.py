@@ -25,7 +25,8 @@ from lmstate.serve.wire.errors import ApiError
 if TYPE_CHECKING:
     import llguidance
 
-    from lmstate.text.tokenizer import Tokenizer
+    from lmstate.text.thinking import ThinkingMarkers
+from lmstate.text.tokenizer import Tokenizer
 
 SOURCE = 2**18  # characters of a schema or grammar
 KEPT = 64  # compiled grammars
@@ -176,14 +177,17 @@ class Grammars:
             text = ANYTHING if special else f"{ANYTHING} & ~/(.|\\n)*{marker}(.|\\n)*/"
         return f"start: {format.head(self.literal)} TEXT?\nTEXT: {text}"
 
-    def with_reasoning(self, lark: str, start: str, end: str, opened: bool) -> str:
+    def with_reasoning(self, lark: str, markers: ThinkingMarkers, opened: bool) -> str:
         """A grammar after reasoning: `opened` if the prompt began it, else it may come or not."""
-        closing = self.literal(end)
+        closing = self.literal(markers.end)
         if closing.startswith("<["):
             think = f"reasoning: {ANYTHING} {closing} SPACE?"
         else:
-            think = f"reasoning: thinking SPACE?\nthinking[suffix={quoted(end)}]: {ANYTHING}"
-        first = "reasoning" if opened else f"({self.literal(start)} reasoning)?"
+            think = f"reasoning: thinking SPACE?\nthinking[suffix={quoted(markers.end)}]: {ANYTHING}"
+        start = self.literal(markers.token or markers.start)
+        if markers.token:
+            start += f" {quoted(markers.start.removeprefix(markers.token))}"
+        first = "reasoning" if opened else f"({start} reasoning)?"
         answer = lark.replace("start:", "answer:", 1)
         return f"start: {first} answer\n{think}\nSPACE: /[ \\n]+/\n{answer}"
 

@@ -191,13 +191,13 @@ class Renderer:
         variables = dict(chat.variables)
         if chat.thinking is not None:
             variables |= {"enable_thinking": chat.thinking, "thinking": chat.thinking}
-        shown: list[Sequence[Message]] = [given, self._told(given, ())]
+        shown: list[Sequence[Message]] = [given, self._with_calls_as_text(given), self._told(given, ())]
         if not self._knows_tools:
             shown, tools = [self._told(given, chat.tools)], None
         variables["tools"] = tools
         refused: ModelError | None = None
         lost = ""
-        for way in shown[: 2 if any(message.calls for message in given) else 1]:
+        for way in shown if any(message.calls for message in given) else shown[:1]:
             for form in forms(way):
                 for as_text in (False, True):
                     written = [self._template_message(message, as_text) for message in form]
@@ -257,17 +257,24 @@ class Renderer:
             ]
         return given
 
-    def _told(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-        """The same conversation for a template that knows no tools: they are described in the system message."""
-        told = []
+    def _with_calls_as_text(self, messages: Sequence[Message]) -> list[Message]:
+        """The same conversation with the calls of earlier answers as text behind them."""
+        shown = []
         for message in messages:
             if message.calls:
-                calls = [f'{{"name": {json.dumps(c.name)}, "arguments": {c.arguments}}}' for c in message.calls]
-                written = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+                written = self.format.written([(call.name, call.arguments) for call in message.calls])
                 message = Message("assistant", f"{message.content}\n{written}".strip(), message.reasoning)
-            elif message.role == "tool":
-                message = Message("user", f"<tool_response>\n{message.content}\n</tool_response>")
-            told.append(message)
+            shown.append(message)
+        return shown
+
+    def _told(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+        """The same conversation for a template that knows no tools: they are described in the system message."""
+        told = [
+            Message("user", f"<tool_response>\n{message.content}\n</tool_response>")
+            if message.role == "tool"
+            else message
+            for message in self._with_calls_as_text(messages)
+        ]
         if not tools:
             return told
         lines = "\n".join(json.dumps(tool.described(), ensure_ascii=False) for tool in tools)

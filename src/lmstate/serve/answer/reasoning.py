@@ -32,7 +32,7 @@ class ReasoningMarkers(thinking.ThinkingMarkers):
         return parse
 
 
-KNOWN = tuple(ReasoningMarkers(markers.start, markers.end) for markers in thinking.KNOWN)
+KNOWN = tuple(ReasoningMarkers(markers.start, markers.end, markers.token) for markers in thinking.KNOWN)
 
 
 def reasoning_of(template: str | None) -> ReasoningMarkers | None:

@@ -259,7 +259,7 @@ class Service:
         whole: Any = parse
         if reasoning is not None:
             whole = reasoning.parse(parse, reasoning.opened_by(prompt.text))
-            markers = (*markers, reasoning.start, reasoning.end)
+            markers = (*markers, reasoning.token or reasoning.start, reasoning.end)
         before = tuple(prompt.tokens[-CONTEXT:]) if prompt.continued else ()
         single = not use.parallel
         params = params or SamplingParams()
@@ -297,7 +297,7 @@ class Service:
         lark = format.framed(lark, grammars.literal)
         reasoning = self.renderer.reasoning
         if reasoning is not None and not reasoning.closed_by(prompt.text):
-            lark = grammars.with_reasoning(lark, reasoning.start, reasoning.end, reasoning.opened_by(prompt.text))
+            lark = grammars.with_reasoning(lark, reasoning, reasoning.opened_by(prompt.text))
         return lark, param
 
     def remember(self, task: ChatTask, answer: Answer, message: Message) -> Sampled | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lmstate.serve.tools.base import Rules, ToolFormat
 from lmstate.serve.tools.events import CallArguments, CallStart, Event, Reasoning, Text, Tool
 from lmstate.serve.tools.json_calls import JsonCalls
+from lmstate.serve.tools.literal_calls import BracedCalls, PythonCalls
 from lmstate.serve.tools.marked_calls import DeepSeekCalls, HarmonyCalls, KimiCalls, LlamaCalls, MistralCalls
 from lmstate.serve.tools.xml_calls import PairedCalls, TaggedCalls
 
@@ -68,6 +69,9 @@ FORMATS: tuple[ToolFormat, ...] = (
         ">",
         hints=("<function=", "<parameter="),
     ),
+    BracedCalls("gemma", ("<|tool_call>", "<tool_call|>", '<|"|>')),
+    BracedCalls("function_gemma", ("<start_function_call>", "<end_function_call>", "<escape>")),
+    PythonCalls(),
     MistralCalls("mistral"),
     MistralCalls("mistral_list", listed=True),
     JsonCalls("phi", "<|tool_call|>", "<|/tool_call|>", listed=True, hints=("<|/tool_call|>",)),

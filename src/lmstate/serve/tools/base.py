@@ -49,6 +49,11 @@ class ToolFormat(ABC):
         """A grammar after what this format may write before an answer and before calls."""
         return lark
 
+    def written(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Calls, names and their JSON arguments, as text, for a template that leaves out those of earlier answers."""
+        objects = [f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}' for name, arguments in calls]
+        return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
+
     def call_id(self, id: str) -> str:
         """A call's id as this format's templates accept it."""
         return id
