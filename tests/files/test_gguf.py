@@ -180,8 +180,8 @@ def test_rope_divisors_keep_their_values(tmp_path):
 
 
 def test_an_unknown_architecture_is_named_with_those_that_are_known(tmp_path):
-    with pytest.raises(ModelError, match=r"'starcoder'.*llama, .*olmo2"):
-        GgufSource.open(ggufs.write(tmp_path / "a.gguf", "starcoder"))
+    with pytest.raises(ModelError, match=r"'no_such_model'.*llama, .*olmo2"):
+        GgufSource.open(ggufs.write(tmp_path / "a.gguf", "no_such_model"))
 
 
 REQUIRED = {"embedding_length": 64, "block_count": 2, "attention.head_count": 4, "feed_forward_length": 96}
