@@ -48,6 +48,10 @@ class CompressedLayer(WindowLayer):
         keys, _ = super().update(key_states, key_states[..., :0])
         return keys, keys
 
+    def _hold(self, k: Tensor, v: Tensor) -> None:
+        super()._hold(k, k[..., :0])
+        self.values = self.keys
+
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
         """Store projections `[R, T, D]`; those of the windows that are full now, and where the first of them starts."""
         tokens = self._parts[f"{name}.tokens"]
