@@ -52,9 +52,9 @@ LEFT_OUT = {
     **dict.fromkeys(("ctrl", "cpmant", "gpt_neox_japanese", "openai-gpt", "reformer"), OLD),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), DRAFTER),
     **dict.fromkeys(
-        ("bloom", "cohere_compass_text", "doge",
+        ("cohere_compass_text", "doge",
          "dory", "inkling2_loop_text", "inkling2_text", "inkling_text",
-         "mpt", "phi4_multimodal", "zamba"), NEXT),
+         "phi4_multimodal", "zamba"), NEXT),
 }  # fmt: skip
 # Types of wrappers, and of the same model under another name -> the family that runs them.
 LOADED_AS = {

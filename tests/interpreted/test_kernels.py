@@ -73,17 +73,18 @@ def rings(k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("mask", "softcap", "sinks"),
+    ("mask", "softcap", "of_heads"),
     [
-        (CausalMask(), None, False),
-        (CausalMask(window=70), None, True),
-        (CausalMask(chunk=96), 5.0, False),
+        (CausalMask(), None, ""),
+        (CausalMask(window=70), None, "sinks"),
+        (CausalMask(chunk=96), 5.0, ""),
+        (CausalMask(), None, "slopes"),
     ],
 )
-def test_attention_of_ragged_rows(dtype: torch.dtype, mask: CausalMask, softcap: float | None, sinks: bool) -> None:
+def test_attention_of_ragged_rows(dtype: torch.dtype, mask: CausalMask, softcap: float | None, of_heads: str) -> None:
     lengths, counts = [5, 600, 130], torch.tensor([5, 3, 0])
     k, v, q = torch.randn(3, 600, 3, 24), torch.randn(3, 600, 3, 20), torch.randn(3, 5, 6, 24)
-    params = AttentionParams(24**-0.5, softcap, torch.randn(6) if sinks else None)
+    params = AttentionParams(24**-0.5, softcap, **({of_heads: torch.rand(6) / 20} if of_heads else {}))
     starts = torch.tensor(lengths) - counts
     y = attention.attend(q, *stored(lengths, k, v, dtype), starts, counts, params, mask)
     expected = attend_reference(q, *rings(k, v, dtype), starts, counts, params, mask)

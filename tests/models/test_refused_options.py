@@ -25,6 +25,8 @@ REFUSED = {
     "'moe_norm_min'": ("ernie4_5_moe", {"moe_norm_min": 0.1}),
     "'sliding_window'": ("exaone_moe", {"sliding_window": None}),
     "'score_func' = 'softmax'": ("afmoe", {"score_func": "softmax"}),
+    "norms in the stream": ("bloom", {"apply_residual_connection_post_layernorm": True}),
+    "alibi=False": ("mpt", {"attn_config": {"alibi": False}}),
     "all its router does": ("phimoe", {"num_experts_per_tok": 1}),
     "has longrope or none": ("phimoe", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
     "'zero_expert_type' = 'random'": ("longcat_flash", {"zero_expert_type": "random"}),

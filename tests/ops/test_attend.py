@@ -41,6 +41,7 @@ def by_hand(
     chunk: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Attention one query and one head at a time, in float64, with the definition of what a query sees spelled out."""
     out = torch.zeros(*q.shape[:3], all_v[0].shape[-1], dtype=torch.float64)
@@ -58,6 +59,8 @@ def by_hand(
                 scores = keys @ q[r, i, h].double() * scale
                 if softcap is not None:
                     scores = softcap * torch.tanh(scores / softcap)
+                if slopes is not None:
+                    scores = scores - slopes[h].double() * (own - torch.tensor(seen))
                 if sinks is not None:
                     scores = torch.cat([scores, sinks[h : h + 1].double()])
                 weights = scores.softmax(0)[: len(seen)]
@@ -71,8 +74,9 @@ def told(
     chunk: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> tuple[AttentionParams, CausalMask]:
-    return AttentionParams(scale, softcap, sinks), CausalMask(window, chunk)
+    return AttentionParams(scale, softcap, sinks, slopes), CausalMask(window, chunk)
 
 
 RULES = {
@@ -81,7 +85,8 @@ RULES = {
     "chunk": {"chunk": 8},
     "softcap": {"softcap": 3.0},
     "sinks": {"sinks": True},
-    "all": {"window": 6, "softcap": 2.0, "sinks": True},
+    "slopes": {"slopes": True},
+    "all": {"window": 6, "softcap": 2.0, "sinks": True, "slopes": True},
 }
 
 
@@ -89,6 +94,8 @@ def rule_of(name: str, heads: int) -> dict:
     rule = dict(RULES[name])
     if "sinks" in rule:
         rule["sinks"] = torch.randn(heads)
+    if "slopes" in rule:
+        rule["slopes"] = torch.rand(heads)
     return rule
 
 

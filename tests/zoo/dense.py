@@ -225,6 +225,13 @@ CASES = {
         _config, "BitNetConfig", hidden_act="silu", num_key_value_heads=6, attention_bias=True,
         tie_word_embeddings=True, **_rope(500.0),
     ),
+    "bloom": partial(_config, "BloomConfig", num_attention_heads=4),
+    "bloom-untied": partial(_config, "BloomConfig", num_attention_heads=6, tie_word_embeddings=False),
+    "mpt": partial(_config, "MptConfig", max_seq_len=512),
+    "mpt-clipped": partial(
+        _config, "MptConfig", num_attention_heads=4, max_seq_len=512, tie_word_embeddings=False,
+        attn_config={"clip_qkv": 2.0, "softmax_scale": 0.3},
+    ),
     "diffllama": partial(_config, "DiffLlamaConfig"),
     "diffllama-biased": partial(
         _config, "DiffLlamaConfig", num_attention_heads=4, num_key_value_heads=4, head_dim=8, attention_bias=True,

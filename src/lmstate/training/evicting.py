@@ -152,7 +152,8 @@ def attend_kept(
     """
     own = torch.arange(start, start + q.shape[1], device=q.device)
     positions = torch.cat([kept, own.expand(*kept.shape[:2], -1)], dim=-1)[:, :, None]  # [R, K, 1, M + T]
-    visible = mask.visible(own[:, None], positions)[:, :, None]  # [R, K, 1, T, M + T]
-    visible = visible.expand(-1, -1, q.shape[2] // k.shape[1], -1, -1).flatten(1, 2)
-    seen = params.softmax(q.transpose(1, 2).to(k.dtype), k, v, visible)
+    of_keys = mask.visible(own[:, None], positions), own[:, None] - positions  # [R, K, T, M + T] each
+    group = q.shape[2] // k.shape[1]
+    visible, distance = (x[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for x in of_keys)
+    seen = params.softmax(q.transpose(1, 2).to(k.dtype), k, v, visible, distance)
     return seen.transpose(1, 2).float()

@@ -101,7 +101,7 @@ def attend_past(
 
     Positions before `start` are read in `past`, and their gradients are added there.
     """
-    plain = params.softcap is None and params.sinks is None and mask.span is None
+    plain = params.plain and mask.span is None
     if plain and start and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
         seen: Tensor = _AttendPast.apply(q.transpose(1, 2).to(k.dtype), k, v, past, start, params.scale)
         return seen.transpose(1, 2).float()

@@ -18,7 +18,7 @@ DEFAULTS: b.Defaults = {
 def build(w: WeightLoader) -> Model:
     config, shape = w.config, b.Dims.of(w.config, eps="layer_norm_epsilon")
     if config.bool("alibi", default=False):
-        raise ModelError(f"{config.where} asks for ALiBi, positions that are added to scores, which lmstate cannot do")
+        raise ModelError(f"{config.where} asks for ALiBi, which lmstate does not do for Falcon")
     grouped = config.bool("new_decoder_architecture", default=False)
     together = config.bool("qkv_grouped", default=True)  # not in a GGUF
     parallel = config.bool("parallel_attn", default=True)

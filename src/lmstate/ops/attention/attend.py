@@ -81,7 +81,7 @@ def attend_reference(
         return _attend_on_device(q, dense(k), dense(v), starts, counts, params, mask)
     spans, pieces = tuple(zip(starts.tolist(), counts.tolist())), []
     tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, params.sinks))
-    few = isinstance(k, SlabTable) and not (tracked or k.requires_grad or v.requires_grad)
+    few = isinstance(k, SlabTable) and params.slopes is None and not (tracked or k.requires_grad or v.requires_grad)
     for rows in rows_together(spans, q.shape[2] if few else 0):
         if len({spans[r] for r in rows}) > 1:
             assert isinstance(k, SlabTable) and isinstance(v, SlabTable)
@@ -124,8 +124,7 @@ def _attend_padded(
     mask: CausalMask,
 ) -> Tensor:
     """Rows that follow each other at once, whatever they hold: `attend` of these."""
-    plain = params.softcap is None and params.sinks is None
-    seen = padded_view(tuple(spans), mask, k.dtype if plain else torch.bool, q.device)
+    seen = padded_view(tuple(spans), mask, k.dtype if params.plain else torch.bool, q.device)
     if not seen.width:
         return q.new_zeros(len(rows), *q.shape[1:3], v.shape[3])
     own = q[rows.start : rows.stop, : seen.width].transpose(1, 2).to(k.dtype)
@@ -186,18 +185,20 @@ def attend_span(
     if count == 0:
         return q.new_zeros(*q.shape[:3], v.shape[3])
     q = q.transpose(1, 2).to(k.dtype)  # [R, H, T, D]
-    plain = params.softcap is None and params.sinks is None
-    if plain and mask.first_visible(end - 1) == low:
+    if params.plain and mask.first_visible(end - 1) == low:
         return params.softmax(q, k, v, None).transpose(1, 2).float()
     blocks = []
     # In blocks of queries: a window's cost then grows with the window and not with the length, and so do the scores.
     for first in range(0, count, BLOCK):
         last = min(first + BLOCK, count)
         a, b = mask.first_visible(start + first), start + last  # the positions that this block sees
-        own = torch.arange(start + first, start + last, device=q.device)[:, None]
-        visible = mask.visible(own, torch.arange(a, b, device=q.device))
+        own, stored = (
+            torch.arange(start + first, start + last, device=q.device)[:, None],
+            torch.arange(a, b, device=q.device),
+        )
+        visible = mask.visible(own, stored)
         keys, values = k[:, :, a - low : b - low], v[:, :, a - low : b - low]
-        blocks.append(params.softmax(q[:, :, first:last], keys, values, visible))
+        blocks.append(params.softmax(q[:, :, first:last], keys, values, visible, own - stored))
     return torch.cat(blocks, dim=2).transpose(1, 2).float()
 
 
@@ -220,10 +221,11 @@ def _attend_on_device(
     newest = (starts + counts)[:, None] - 1  # [R, 1]
     stored = newest - (newest - slots) % k.shape[2]  # [R, S]: the newest position that lies in each slot
     own = starts[:, None] + torch.arange(q.shape[1], device=q.device)  # [R, T]
-    visible = mask.visible(own[:, None, :, None], stored[:, None, None])
+    at, held = own[:, None, :, None], stored[:, None, None]
+    visible = mask.visible(at, held)
     real = (torch.arange(q.shape[1], device=q.device) < counts[:, None])[:, :, None, None]  # [R, T, 1, 1]
     visible = visible | ~real.transpose(1, 2)  # padding sees everything, so that its softmax is not of nothing
-    y = params.softmax(q.transpose(1, 2).to(k.dtype), k, v, visible)
+    y = params.softmax(q.transpose(1, 2).to(k.dtype), k, v, visible, at - held)
     return y.transpose(1, 2).float().masked_fill(~real, 0)
 
 

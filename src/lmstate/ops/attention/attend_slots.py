@@ -24,7 +24,7 @@ def attend_observed(
     columns: AttentionSums,
 ) -> Tensor:
     """`ops.attend` over rings that have not wrapped; adds what each slot receives to `columns`."""
-    library = dispatch.native(q, k, v, params.sinks)
+    library = dispatch.native(q, k, v, params.sinks, params.slopes)
     if library is None or not library.attention.can_attend(q, k, v):
         slots = torch.arange(k.shape[2], device=k.device).expand(k.shape[:3])
         return attend_slots(q, k, v, slots, starts, counts, params, columns=columns)
@@ -83,4 +83,5 @@ def _weights(q: Tensor, k: Tensor, where: Tensor, own: Tensor, params: Attention
     grouped = q.view(count, len(k), group, -1).permute(1, 2, 0, 3).flatten(1, 2)  # [K, G * t, D]
     products = (grouped @ k.mT).view(1, heads, count, -1)
     visible = mask.visible(own, where).expand(-1, group, -1, -1).flatten(0, 1)  # [H, t, S]
-    return params.weights(products, visible).view(len(k), group, count, -1)
+    distance = (own - where).expand(-1, group, -1, -1).flatten(0, 1)
+    return params.weights(products, visible, distance).view(len(k), group, count, -1)

@@ -22,6 +22,7 @@ from lmstate.ops.cpu.arguments import (
     pack_codes,
     pack_rope,
     sinks_pointer,
+    slopes_pointer,
     table_pointers,
     table_shape,
     threads_for,
@@ -184,8 +185,9 @@ class AttentionBodies:
         (k_table, v_table), (table_row, block) = table_pointers(tail, None), table_shape(tail)
         attend = abi.ATTEND.pack(
             q=0 if out is None else q.data_ptr(), k=ring, v=0, starts=starts.data_ptr(), counts=counts.data_ptr(),
-            sinks=sinks_pointer(params, heads), out=0 if out is None else out.data_ptr(), columns=sums, ends=ends,
-            k_table=k_table, v_table=v_table, rows=rows, tokens=tokens, heads=heads, kv_heads=kv_heads, slots=slots,
+            sinks=sinks_pointer(params, heads), slopes=slopes_pointer(params, heads),
+            out=0 if out is None else out.data_ptr(), columns=sums, ends=ends, k_table=k_table, v_table=v_table,
+            rows=rows, tokens=tokens, heads=heads, kv_heads=kv_heads, slots=slots,
             dim=dim, dim_v=dim_v, q_row=q_row, q_token=q_token, q_head=q_head, k_row=k_row, k_head=k_head,
             k_slot=k_slot, v_row=0, v_head=0, v_slot=0, table_row=table_row, block=block,
             planes=0 if columns is None else columns.sums.shape[2],

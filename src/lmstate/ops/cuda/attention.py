@@ -85,7 +85,7 @@ def _attend(
     shape = (1,) if whole else (rows * k.heads, tiles, parts, lines)
     top, total = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
     acc = torch.empty(*shape, v.width, dtype=torch.float32, device=q.device)
-    sinks = out if params.sinks is None else params.sinks
+    sinks, slopes = (out if each is None else each for each in (params.sinks, params.slopes))
     element = elements()[k.dtype]
     common = {
         "HAS_SINKS": params.sinks is not None, "SPLIT": SPLIT, "HEADS": heads, "GROUP": group, "ROWS": lines,
@@ -95,10 +95,10 @@ def _attend(
     launch(
         kernels.attend, (rows * k.heads, tiles, 1 if whole else parts),
         q.contiguous(), q if q_rope is None else q_rope.contiguous(), keys, values, turning, out, top, total, acc,
-        start, count, sinks, keys.shape[1], width, parts, params.scale, params.softcap or 1.0,
+        start, count, sinks, slopes, keys.shape[1], width, parts, params.scale, params.softcap or 1.0,
         mask.window or EVERYTHING, mask.chunk or EVERYTHING,
-        HAS_SOFTCAP=params.softcap is not None, LATENT=q_rope is not None, WHOLE=whole, D=head_dim, DP=padded(head_dim),
-        DR=rope_width, DRP=padded(rope_width), ELEMENT=element,
+        HAS_SOFTCAP=params.softcap is not None, HAS_SLOPES=params.slopes is not None, LATENT=q_rope is not None,
+        WHOLE=whole, D=head_dim, DP=padded(head_dim), DR=rope_width, DRP=padded(rope_width), ELEMENT=element,
         PRECISION="ieee" if k.dtype == torch.float32 else "tf32", **common,
     )  # fmt: skip
     if not whole:

@@ -16,22 +16,31 @@ from lmstate.ops.types.block_table import Stored
 class AttentionParams(NamedTuple):
     """Scores are q k^T * scale, through softcap * tanh(scores / softcap) where there is one (Gemma 2).
 
-    `sinks`: float32 `[H]`, a logit a head that takes part in the softmax and has no value (GPT-OSS).
+    `sinks`: float32 `[H]`, a logit a head that takes part in the softmax and has no value (GPT-OSS). `slopes`: float32
+    `[H]`; a score loses a head's slope for each position between the key and the query (ALiBi, 2108.12409).
     """
 
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
+    slopes: Tensor | None = None
 
-    def softmax(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+    @property
+    def plain(self) -> bool:
+        """Whether a softmax of scaled products is all there is."""
+        return self.softcap is None and self.sinks is None and self.slopes is None
+
+    def softmax(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, distance: Tensor | None = None
+    ) -> Tensor:
         """q `[R, H, T, D]`, k `[R, K, S, D]`, v `[R, K, S, Dv]` -> `[R, H, T, Dv]`.
 
-        visible: bool `[R, 1, T, S]` or `[T, S]`, or, without a softcap and sinks, what is added to the scores; None:
-        causal, the last query sees all.
+        visible: bool `[R, 1, T, S]` or `[T, S]`, or, if `plain`, what is added to the scores; None: causal, the last
+        query sees all. distance: how far a key lies before a query, like `visible`; read where there are slopes.
         """
         tokens, stored = q.shape[2], k.shape[2]
         gqa = bool(q.shape[1] != k.shape[1])  # torch.compile may hold sizes as symbols, and SDPA takes no SymBool
-        plain = self.softcap is None and self.sinks is None
+        plain = self.plain
         # On a GPU, torch's fast attention shares keys among heads in half precision alone, and under no other mask.
         shares = plain and (q.is_cpu or (visible is None and q.dtype != torch.float32))
         if gqa and not shares and plain and (visible is not None or tokens == 1):
@@ -55,13 +64,16 @@ class AttentionParams(NamedTuple):
             )
         if visible is None:
             visible = _causal_mask(tokens, stored, q.device)
-        return self.weights(q @ k.transpose(2, 3), visible).to(v.dtype) @ v
+        return self.weights(q @ k.transpose(2, 3), visible, distance).to(v.dtype) @ v
 
-    def weights(self, products: Tensor, visible: Tensor) -> Tensor:
-        """The softmax of q k^T `[R, H, T, S]` over the visible keys; float32."""
+    def weights(self, products: Tensor, visible: Tensor, distance: Tensor | None = None) -> Tensor:
+        """The softmax of q k^T `[R, H, T, S]` over the visible keys; float32. distance: as in `softmax`."""
         scores = products.float() * self.scale
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
+        if self.slopes is not None:
+            assert distance is not None
+            scores = scores - self.slopes.view(-1, 1, 1) * distance
         scores = scores.masked_fill(~visible, -torch.inf)
         if self.sinks is None:
             return scores.softmax(-1)

@@ -1,5 +1,6 @@
 """Builders of the layers that families share, under their usual Hugging Face names; families import it as `b`."""
 
+from lmstate.models.families.builders.alibi import alibi_slopes
 from lmstate.models.families.builders.attention import attention, biases, fused_attention
 from lmstate.models.families.builders.decoder import W1_W3_W2, decoder, pre_norm
 from lmstate.models.families.builders.defaults import (
@@ -87,6 +88,7 @@ __all__ = [
     "MambaShape",
     "NormBuilder",
     "activation",
+    "alibi_slopes",
     "attention",
     "attention_free",
     "biases",

@@ -24,9 +24,9 @@ def _rotated(x, x_other, cos, sin, first):
 @triton.jit
 def _part(
     q, q_rope, own, valid, begin, end, keys, values, rope_keys, entries, row, head, key_stride, value_stride,
-    scale, softcap, window, chunk,
-    HAS_SOFTCAP: tl.constexpr, LATENT: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr, DR: tl.constexpr, DRP: tl.constexpr, ELEMENT: tl.constexpr,
+    slope, scale, softcap, window, chunk,
+    HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, LATENT: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, DR: tl.constexpr, DRP: tl.constexpr, ELEMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Maximum [ROWS], sum [ROWS] and weighted values [ROWS, DVP] of the positions begin..end, in tiles of 64.
@@ -72,6 +72,8 @@ def _part(
             raised = tl.exp2(tl.abs(scaled) * (-2.0 * LOG2E))
             tanh = (1.0 - raised) / (1.0 + raised)
             scores = softcap * tl.where(scaled < 0, -tanh, tanh)
+        if HAS_SLOPES:
+            scores -= slope[:, None] * (own[:, None] - position[None, :]).to(tl.float32)
         visible = stored[None, :] & (position[None, :] <= own[:, None]) & valid[:, None]
         visible = visible & (position[None, :] > own[:, None] - window)
         visible = visible & (position[None, :] // chunk == own[:, None] // chunk)
@@ -111,12 +113,12 @@ def _finished(top, total, acc, sinks, heads, HAS_SINKS: tl.constexpr):
 
 @triton.jit
 def attend(
-    q, q_rope, keys, values, rope_keys, out, part_top, part_total, part_acc, starts, counts, sinks, entries, width,
-    parts, scale, softcap, window, chunk,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, LATENT: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr, DR: tl.constexpr, DRP: tl.constexpr, ELEMENT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, q_rope, keys, values, rope_keys, out, part_top, part_total, part_acc, starts, counts, sinks, slopes,
+    entries, width, parts, scale, softcap, window, chunk,
+    HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr, LATENT: tl.constexpr,
+    SPLIT: tl.constexpr, WHOLE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, DR: tl.constexpr, DRP: tl.constexpr,
+    ELEMENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one row and kv head. Grid: (rows * kv heads, tiles of queries, parts or 1).
 
@@ -143,6 +145,9 @@ def attend(
     dv = tl.arange(0, DVP)
     q_at = q + ((row * width + token[:, None]) * HEADS + query_head[:, None]) * D + d[None, :]
     queries = tl.load(q_at, mask=valid[:, None] & (d < D)[None, :], other=0.0).to(ELEMENT)
+    slope = tl.zeros([ROWS], tl.float32)
+    if HAS_SLOPES:
+        slope = tl.load(slopes + query_head)
     turned = queries
     if LATENT:
         r = tl.arange(0, DRP)
@@ -155,8 +160,8 @@ def attend(
         for part in range(low // SPLIT, (end + SPLIT - 1) // SPLIT):
             more_top, more_total, more_acc = _part(
                 queries, turned, own, valid, tl.maximum(part * SPLIT, low), tl.minimum((part + 1) * SPLIT, end),
-                keys, values, rope_keys, entries, row, head, KV_HEADS * D, KV_HEADS * DV, scale, softcap, window, chunk,
-                HAS_SOFTCAP, LATENT, ROWS, D, DP, DV, DVP, DR, DRP, ELEMENT, PRECISION,
+                keys, values, rope_keys, entries, row, head, KV_HEADS * D, KV_HEADS * DV, slope, scale, softcap, window,
+                chunk, HAS_SOFTCAP, HAS_SLOPES, LATENT, ROWS, D, DP, DV, DVP, DR, DRP, ELEMENT, PRECISION,
             )  # fmt: skip
             top, total, acc = _merged(top, total, acc, more_top, more_total, more_acc)
         y = _finished(top, total, acc, sinks, query_head, HAS_SINKS)
@@ -166,8 +171,8 @@ def attend(
         part = tl.program_id(2)
         top, total, acc = _part(
             queries, turned, own, valid, tl.maximum(part * SPLIT, low), tl.minimum((part + 1) * SPLIT, end),
-            keys, values, rope_keys, entries, row, head, KV_HEADS * D, KV_HEADS * DV, scale, softcap, window, chunk,
-            HAS_SOFTCAP, LATENT, ROWS, D, DP, DV, DVP, DR, DRP, ELEMENT, PRECISION,
+            keys, values, rope_keys, entries, row, head, KV_HEADS * D, KV_HEADS * DV, slope, scale, softcap, window,
+            chunk, HAS_SOFTCAP, HAS_SLOPES, LATENT, ROWS, D, DP, DV, DVP, DR, DRP, ELEMENT, PRECISION,
         )  # fmt: skip
         place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * parts + part
         line = tl.arange(0, ROWS)

@@ -131,7 +131,8 @@ class EvictingState(KeyValueState):
         rotation: ops.RopeTables | None,
     ) -> Tensor:
         chunk = self._enter(step)
-        uniform = self.slot_store.occupancy.uniform and self._as_ring(step)
+        # Slopes want positions, and the slots of a ring are counted as such only where nothing was evicted.
+        uniform = self.slot_store.occupancy.uniform and self._as_ring(step) and params.slopes is None
         ends = chunk.starts + chunk.counts
         columns = None if new is None or chunk.columns is None else AttentionSums(chunk.columns, ends)
         if columns is not None:

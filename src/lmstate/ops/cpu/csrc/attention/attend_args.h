@@ -28,6 +28,7 @@ typedef struct {
   const void *k, *v; /* [R, K, S, D] and [R, K, S, DV] by their strides, of `kind`: position p in slot p % S */
   const int64_t *starts, *counts; /* [R] */
   const float *sinks;           /* [H], or null */
+  const float *slopes;          /* [H], or null: what each position between a key and its query takes from their score */
   float *out;                   /* [R, T, H, DV], contiguous */
   float *columns;               /* [R, K, planes, S], where the attention that slots receive is added; or null */
   const int64_t *ends;          /* [R]: the last plane is of the token before ends[r]; null: of the last of the call,

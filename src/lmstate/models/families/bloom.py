@@ -1,0 +1,52 @@
+"""BLOOM (2211.05100): a norm on the embedding, and attention that knows positions by a slope of each head (ALiBi).
+
+x = norm(embed(tokens))
+x = x + attention(norm(x))                  # q, k and v of a head beside each other; q k - slope * distance
+x = x + out(gelu(in(norm(x))))
+logits = head(norm(x))
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lmstate.checkpoints.loader import WeightLoader
+from lmstate.errors import ModelError
+from lmstate.models.families import builders as b
+from lmstate.models.layers.attention import Attention
+from lmstate.models.layers.embedding import NormedEmbedding
+from lmstate.models.model import Model
+
+DEFAULTS: b.Defaults = {"bloom": {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}}
+NAMES = ("input_layernorm", "self_attention", "post_attention_layernorm", "mlp")
+
+
+def build(w: WeightLoader) -> Model:
+    w.config = config = b.with_usual_names(w.config, b.GPT2_NAMES)
+    if config.bool("apply_residual_connection_post_layernorm", default=False):
+        raise ModelError(f"{config.where} has norms in the stream itself, which lmstate does not do for BLOOM")
+    shape = b.Dims.of(config, eps="layer_norm_epsilon")
+    shape = replace(shape, kv_heads=shape.heads)
+    normed, slopes = b.layer_norms(w, shape), b.alibi_slopes(shape.heads).to(w.device)
+
+    def mixer(_: int, name: str) -> Attention:
+        made = b.fused_attention(w, shape, None, f"{name}.query_key_value", f"{name}.dense", grouped=True, biased=True)
+        return replace(made, slopes=slopes)
+
+    block = b.pre_norm(
+        normed,
+        mixer,
+        lambda _, name: b.ungated_mlp(
+            w, name, shape.hidden, 4 * shape.hidden, "gelu_tanh", ("dense_h_to_4h", "dense_4h_to_h"), biased=True
+        ),
+        NAMES,
+        layers="transformer.h",
+    )
+    return b.decoder(
+        w,
+        shape,
+        block,
+        embed="transformer.word_embeddings",
+        final_norm=normed("transformer.ln_f"),
+        entry=NormedEmbedding(normed("transformer.word_embeddings_layernorm")),
+    )
