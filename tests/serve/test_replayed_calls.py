@@ -46,6 +46,9 @@ HINTS = {
     "mistral_list": "[TOOL_CALLS]",
     "llama": '"parameters": dictionary',
     "harmony": "<|channel|> <|message|>",
+    "lfm2": "<|tool_list_start|>",
+    "gemma": "<|tool_call>",
+    "function_gemma": "<start_function_call>",
 }
 TOOLS_TEMPLATE = TEMPLATE.replace(
     "<|im_end|>",
