@@ -16,7 +16,7 @@ from lmstate.generation.grammar import admitted
 from lmstate.serve.answer.answers import AnswerMaker
 from lmstate.serve.answer.grammar import Grammars
 from lmstate.serve.answer.messages import Call, Chat, Message, Renderer
-from lmstate.serve.answer.reasoning import KNOWN, reasoning_of
+from lmstate.serve.answer.reasoning import KNOWN, ReasoningMarkers, reasoning_of
 from lmstate.serve.answer.service import Service, ToolUse
 from lmstate.serve.settings import Settings
 from lmstate.serve.tools import HERMES, Reasoning, Text, Tool
@@ -26,7 +26,6 @@ from lmstate.serve.wire.errors import ApiError
 from lmstate.speculation import Draft
 from lmstate.text.control_tokens import control_pattern
 from lmstate.text.replay import Replay, Sampled, chain
-from lmstate.text.thinking import ThinkingMarkers
 from lmstate.text.tokenizer import Tokenizer, TokenizerFiles
 from tests.serve.byte_tokenizer import TEMPLATE, byte_tokenizer
 from tests.zoo import ours
@@ -174,12 +173,14 @@ def test_reasoning_is_told_by_the_template() -> None:
 
 
 @pytest.mark.parametrize("special", [False, True])
-def test_a_constraint_holds_after_reasoning(tmp_path: Path, special: bool) -> None:
-    tokenizer = byte_tokenizer(tmp_path, ["<think>", "</think>"] if special else [])
+@pytest.mark.parametrize("markers", KNOWN, ids=lambda markers: markers.end)
+def test_a_constraint_holds_after_reasoning(tmp_path: Path, markers: ReasoningMarkers, special: bool) -> None:
+    tokenizer = byte_tokenizer(tmp_path, [markers.token or markers.start, markers.end] if special else [])
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
     for opened in (False, True):
-        lark = grammars.with_reasoning(grammars.json_object(), ThinkingMarkers("<think>", "</think>"), opened)
-        texts = {"Hm {.</think>\n{}": opened, "<think>Hm.</think>{}": not opened, "{}": not opened, "Hm.": False}
+        lark = grammars.with_reasoning(grammars.json_object(), markers, opened)
+        whole = f"{markers.start}Hm.{markers.end}{{}}"
+        texts = {f"Hm {{.{markers.end}\n{{}}": opened, whole: not opened, "{}": not opened, "Hm.": False}
         for text, right in texts.items():
             grammar = grammars.compile(lark, "x")
             walked = True
@@ -190,7 +191,19 @@ def test_a_constraint_holds_after_reasoning(tmp_path: Path, special: bool) -> No
                 if not walked:
                     break
                 grammar.accept(token)
-            assert (walked and grammar.complete) == right or (opened and text.startswith("<think>")), text
+            assert (walked and grammar.complete) == right or (opened and text is whole), text
+
+
+@pytest.mark.parametrize("markers", KNOWN, ids=lambda markers: markers.end)
+def test_reasoning_is_told_from_the_answer_however_it_is_cut(markers: ReasoningMarkers) -> None:
+    assert reasoning_of(f"{{# {markers.start} {markers.end} #}}") is markers
+    text = f"{markers.start}\nHm, <two>.\n{markers.end}\n\nFour."
+    for size in range(1, len(text) + 1):
+        parser = Parser(markers.parse(plain_text, opened=False))
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
+        said = ["".join(event.text for event in events if isinstance(event, kind)) for kind in (Reasoning, Text)]
+        assert said == ["Hm, <two>.\n", "Four."]
 
 
 def test_a_grammar_rolled_back_is_as_it_was(tmp_path: Path) -> None:
