@@ -255,7 +255,34 @@ def test_gates_and_matrices_that_are_split_take_updates(case: str, ending: str, 
     check_like_weights(case, tmp_path, ending)
 
 
-@pytest.mark.parametrize("case", ["mamba", "mamba2", "falcon_h1", "nemotron_h", "qwen2_vl", "jamba"])
+@pytest.mark.parametrize("case", ["deepseek_v3", "ernie4_5_moe", "qwen2_moe", "qwen3_next"])
+def test_modules_named_as_those_of_experts_are_targeted_by_their_parameters(case: str, tmp_path: Path) -> None:
+    """PEFT takes the target `up_proj`, also at the end of a whole name, for that of the experts."""
+    ids = text(20)
+    with saved(theirs(case)) as folder, torch.no_grad():
+        given = adapted(folder, tmp_path)(ids)
+        config = json.loads((tmp_path / "adapter_config.json").read_text())
+        assert not {name.rpartition(".")[2] for name in config["target_modules"]} & {
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+        }
+        assert all(name.endswith("_proj.weight") for name in config["target_parameters"])
+        again = lmstate.load(folder, weights="float32", adapter=tmp_path)
+        torch.testing.assert_close(again(ids), given, atol=1e-4, rtol=1e-4)
+        config["target_parameters"] = ["mlp.experts.gate_up_proj"]
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        with pytest.raises(ModelError, match="target_parameters"):
+            lmstate.load(folder, adapter=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "mamba", "mamba2", "falcon_h1", "nemotron_h", "qwen2_vl", "jamba", "deepseek_v3", "ernie4_5_moe", "qwen2_moe",
+        "qwen3_next",
+    ],
+)  # fmt: skip
 def test_peft_reads_what_is_saved(case: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     reference, ids = theirs(case), text(20)

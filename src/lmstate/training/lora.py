@@ -43,7 +43,7 @@ MOST_RANK = 2**16
 MOST_ALPHA = 1e9
 # What a PEFT config may ask for that changes the arithmetic, and that lmstate does not do.
 REFUSED = ("lora_bias", "use_qalora", "use_bdlora", "alora_invocation_tokens", "layer_replication",
-           "modules_to_save", "target_parameters", "trainable_token_indices", "fan_in_fan_out", "arrow_config",
+           "modules_to_save", "trainable_token_indices", "fan_in_fan_out", "arrow_config",
            "kasa_config", "velora_config", "monteclora_config")  # fmt: skip
 MOVED = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -122,6 +122,10 @@ def _loops(parsed: Any) -> int:
     return max(map(_loops, parsed), default=0) if isinstance(parsed, tuple | list | regex_parser.SubPattern) else 0
 
 
+def last_word(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
 def module_key(module: str) -> str:
     """Name of a module apart from the models around it, which checkpoints and versions of transformers name apart."""
     return AROUND.sub("", module)
@@ -154,7 +158,7 @@ class Adapter:
         targets = () if config.targets == ALL else config.targets
         unknown = [name for name in targets if not any(_ending(module, [name]) for module in shapes)]
         if unknown or not pairs:
-            ends = sorted({module.rpartition(".")[2] for module in shapes})
+            ends = sorted({last_word(module) for module in shapes})
             asked = ", ".join(unknown) or repr(config.targets)
             raise ModelError(f"no projection is called {asked:.200}; this model has {', '.join(ends)}")
         return cls(config, pairs, magnitudes)
@@ -207,15 +211,21 @@ class Adapter:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         save_tensors(path / TENSORS, dict(self.named_tensors()))
-        # The last words of names where these say it: of experts, PEFT would take them for what they have in common.
-        ends = {module.rpartition(".")[2] for module in self.pairs}
-        others = {module.rpartition(".")[2] for module in set(modules) - set(self.pairs)}
+        # A module named as those of the experts: PEFT would take its name for theirs, but not that of its parameter.
+        of_experts = {last_word(module) for module in modules if ".experts." in module}
+        parameters = [f"{module}.weight" for module in self.pairs if last_word(module) in of_experts]
+        targets = [module for module in self.pairs if last_word(module) not in of_experts]
+        # The last words of names where these say it.
+        ends = {last_word(module) for module in targets}
+        others = {last_word(module) for module in set(modules) - set(self.pairs)}
         wrapped = any("language_model." in module or "text_model." in module for module in self.pairs)
-        short = not wrapped and not ends & others  # beside a text model, others have modules of the same names
+        if not wrapped and not ends & others:  # beside a text model, others have modules of the same names
+            targets = [module if last_word(module).isdecimal() else last_word(module) for module in targets]
         config = {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
             "r": self.config.rank, "lora_alpha": self.config.alpha, "lora_dropout": 0.0, "bias": "none",
-            "target_modules": sorted(ends) if short else sorted(self.pairs), "use_rslora": self.config.rslora,
+            "target_modules": sorted(set(targets)), "target_parameters": sorted(parameters),
+            "use_rslora": self.config.rslora,
             "rank_pattern": dict(self.config.ranks), "alpha_pattern": dict(self.config.alphas),
             "fan_in_fan_out": False, "use_dora": self.config.dora, "modules_to_save": None, "init_lora_weights": True,
         }  # fmt: skip
@@ -269,7 +279,11 @@ def _read_config(path: Path) -> LoraConfig:
         raise ModelError(f"{path} is a {fields.str('peft_type')[:40]} adapter; lmstate runs LORA")
     if (bias := fields.str("bias", default="none")) != "none":
         raise ModelError(f"{path}: bias={bias[:40]!r} is not supported; an adapter trains no biases here")
-    if asked := [name for name in REFUSED if raw.get(name)]:
+    asked = [name for name in REFUSED if raw.get(name)]
+    parameters = raw.get("target_parameters") or []
+    if not isinstance(parameters, list) or not all(str(name).endswith(".weight") for name in parameters):
+        asked.append("target_parameters")  # of all experts at once
+    if asked:
         raise ModelError(f"{path} asks for {', '.join(asked)}, which lmstate does not run")
     # These take their own beginning off the base matrix: the file holds what is beside another base than the model's.
     if (made := str(raw.get("init_lora_weights")).lower()).startswith(MOVED):
