@@ -63,10 +63,10 @@ MORE: dict[str, Callable[[], Any]] = {
         swa_num_attention_heads=6, swa_num_key_value_heads=2, d_rel=8, rel_extent=32, moe_intermediate_size=16,
         n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, logits_mup_width_multiplier=1.0,
     ),
-    "deepseek_v32": partial(
-        _config, "DeepseekV32Config", **_LATENT, n_shared_experts=1, index_n_heads=2, index_head_dim=16, index_topk=128
+    "deepseek_v32": partial(  # index heads enough that no two scores are the same
+        _config, "DeepseekV32Config", **_LATENT, n_shared_experts=1, index_n_heads=32, index_head_dim=16, index_topk=8
     ),
-    "deepseek_v4": partial(  # index heads enough that no two scores are the same
+    "deepseek_v4": partial(
         _config, "DeepseekV4Config", num_hidden_layers=4, head_dim=16, qk_rope_head_dim=8, q_lora_rank=24,
         o_lora_rank=8, o_groups=2, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2,
         sliding_window=12, index_n_heads=32, index_head_dim=16, index_topk=4,

@@ -19,7 +19,7 @@ from tests.integrations.models import DECODERS, call, decoder, text
 
 CUTS = (0, 30, 31, 32, 37, 50, 51, 60)
 RECURRENT = ("mamba", "mamba2", "falcon_mamba")
-BIASED = ("inkling",)  # a bias by position is sdpa's
+BIASED = ("inkling", "deepseek_v32")  # a bias by position, and keys that are chosen, are sdpa's
 
 
 @contextmanager

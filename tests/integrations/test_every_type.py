@@ -67,6 +67,9 @@ def test_any_cut_fork_file_rewind_and_draft_gives_the_text_fed_whole(name: str, 
     asked = {"max_new_tokens": 12, "do_sample": False}
     drafted = model.generate(prompt, past_key_values=StateCache(model), prompt_lookup_num_tokens=4, **asked)
     assert torch.equal(drafted, model.generate(prompt, **asked))
+    if model._supports_attention_backend:
+        model.set_attn_implementation("lmstate")
+        goes_on(StateCache(model), *CUTS)
 
 
 def same(x: Tensor, y: Tensor) -> None:

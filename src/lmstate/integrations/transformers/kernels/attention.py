@@ -92,8 +92,11 @@ def attention(
 ) -> tuple[Tensor, None]:
     """query `[R, H, T, D]`, key `[R, K, S, D]`, value `[R, K, S, Dv]` -> `[R, T, H, Dv]`, as transformers wants it.
 
-    `kwargs`: whatever a model tells its attention (`s_aux`: the sinks of GPT-OSS); passed on to sdpa where that runs.
+    `kwargs`: whatever a model tells its attention (`s_aux`: the sinks of GPT-OSS; `indices`: the keys `[R, T, k]` that
+    an indexer chose, of those that the mask lets it see); passed on to sdpa where that runs.
     """
+    if kwargs.get("indices") is not None and attention_mask is not None:
+        attention_mask = _of_chosen(attention_mask, kwargs["indices"])
     tokens, stored = query.shape[2], key.shape[2]
     sinks = kwargs.get("s_aux")
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
@@ -136,6 +139,11 @@ def attention(
         position_bias=position_bias,
         **kwargs,
     )
+
+
+def _of_chosen(attention_mask: Tensor, indices: Tensor) -> Tensor:
+    """The part of a boolean mask `[R, 1, T, S]` that lets queries see keys which were chosen for them."""
+    return attention_mask & torch.zeros_like(attention_mask).scatter(-1, indices.long()[:, None], True)
 
 
 @lru_cache(maxsize=8)
