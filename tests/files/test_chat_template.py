@@ -129,6 +129,9 @@ HOSTILE = {
     "such a list joined": "{{ (['x' * 1600000] * 8000) | join }}",
     "such a list in groups": "{{ ([{'a': 'A' * 8000000}] * 99999) | groupby('a') }}",
     "tests that search": "{% set L = range(99999) | list %}{{ L | reject('in', L) | list | length }}",
+    "filters in a row": "{{ ('a' * 2000000)" + " | select" * 40 + " | list | length }}",
+    "filters in a row that keep nothing": "{{ ('a' * 2000000)" + " | map('upper')" * 40 + " | first }}"
+    "{% for i in range(99) %}{{ ('a' * 2000000) | reject | first }}{% endfor %}",
     "no float": "{% set a = 1e999 %}{{ a }}",
     "wrapping": "{{ ('a' * 9999999) | wordwrap(1) }}",
     "quoting": "{{ ('%' * 9999999) | urlencode }}",

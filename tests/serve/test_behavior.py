@@ -107,6 +107,20 @@ def test_ids_of_requests_are_in_every_answer_and_in_the_log(
         assert any(one.startswith(line) for one in told), told
 
 
+def test_pages_of_another_origin_may_not_ask(engine: Engine) -> None:
+    with running(engine, BASE) as server, server.client() as client:
+        host = f"{client.base_url.host}:{client.base_url.port}"
+        for origin, status in (
+            (f"http://{host}", 200),
+            (f"https://{host}", 200),  # a proxy in front speaks TLS
+            (f"ftp://{host}", 403),
+            (host, 403),
+            ("null", 403),
+            ("http://a.example", 403),
+        ):
+            assert client.get("/v1/models", headers={"origin": origin}).status_code == status, origin
+
+
 def test_every_request_has_one_line_in_the_log(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     with running(engine, BASE) as server, server.client() as client, caplog.at_level("INFO", "lmstate.serve"):
         for stream in (False, True):

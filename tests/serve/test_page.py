@@ -15,7 +15,7 @@ import pytest
 import lmstate
 from lmstate.engine import Engine
 from lmstate.serve import Settings
-from lmstate.serve.conversations import keeper
+from lmstate.serve.conversations import keeper, markdown
 from lmstate.serve.conversations.live import Live
 from lmstate.serve.conversations.markdown import GrowingMarkdown, render, render_blocks
 from lmstate.serve.conversations.routes import changes
@@ -91,6 +91,15 @@ def test_no_text_becomes_a_script_a_style_or_a_request(text: str) -> None:
         assert not any(re.match(r"</?(script|img|svg|iframe|style|form|input)", tag) for tag in tags), html
         assert not any(re.search(r"\s(on\w+|style|src)=", re.sub(r'"[^"]*"', '""', tag)) for tag in tags), html
         assert not any("javascript:" in tag or "data:" in tag for tag in tags), html
+
+
+def test_code_is_highlighted_unless_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert '<span class="kn">import</span>' in render("```python\nimport os\n```")
+    long = f"```autoit\n{' ' * (markdown.LONGEST_LINE + 1)}\n```"  # its lexer takes seconds for a few thousand blanks
+    assert "span" not in render(long)
+    monkeypatch.setattr(markdown, "HIGHLIGHT_SECONDS", 0.0)
+    assert "span" not in render("```python\nimport os\n```")
+    assert "import os" in render("```python\nimport os\n```")
 
 
 def test_a_growing_text_ends_as_the_whole_text_is_rendered() -> None:

@@ -55,7 +55,7 @@ class Guard:
 
     def _check(self, scope: Scope, headers: Headers, origin: str | None, cross: str | None) -> None:
         host = headers.get("host", "")
-        if origin is not None and cross is None and origin.split("://", 1)[-1] != host:
+        if origin is not None and cross is None and not _is_same(origin, scope["scheme"], host):
             raise ApiError(f"pages of {origin[:200]} may not ask here; --cors-origin allows them", 403)
         if not self._keys:
             # A page can make a name of its own mean 127.0.0.1; its requests then carry that name.
@@ -91,3 +91,9 @@ class Guard:
         ]
         await send({"type": "http.response.start", "status": 204, "headers": headers})
         await send({"type": "http.response.body", "body": b""})
+
+
+def _is_same(origin: str, scheme: str, host: str) -> bool:
+    """Whether a page of this origin asks the server that it came from, perhaps behind a proxy that speaks TLS."""
+    page_scheme, _, page_host = origin.partition("://")
+    return page_host == host and page_scheme in (scheme, "https")

@@ -50,6 +50,8 @@ FILTERS = frozenset(_FILTERS.split())
 _WRITERS = "e escape forceescape groupby join max min sort string unique"  # and tojson, which counts by itself
 WRITERS = frozenset(_WRITERS.split())
 """Filters that write, or compare, all the text inside of a value."""
+WALKERS = frozenset(["first", "list", "map", "reject", "rejectattr", "select", "selectattr"])
+"""Filters that go through what they are given item by item, some of them as late as somebody asks."""
 METHODS: dict[type, frozenset[str]] = {
     str: frozenset(_STR_METHODS.split()),
     dict: frozenset(["copy", "get", "items", "keys", "values"]),
@@ -137,7 +139,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols], finalize=_printed
         )
         given = {**self.filters, "tojson": _tojson, "indent": _indent, "round": _round}
-        self.filters = {name: _bounded(given[name], name in WRITERS) for name in (*FILTERS, "tojson")}
+        self.filters = {name: _bounded(given[name], name in WRITERS, name in WALKERS) for name in (*FILTERS, "tojson")}
         self.filters["format"] = _bounded_format(given["format"])
         tests: dict[str, Any] = {**self.tests}
         self.tests = {name: _bounded_test(function) for name, function in tests.items()}
@@ -370,8 +372,8 @@ def _joined(parts: list[Any]) -> str:
     return "".join(texts)
 
 
-def _bounded(function: Callable[..., Any], writes: bool = False) -> Callable[..., Any]:
-    """A filter whose arguments and result are measured. `wraps` keeps the marks by which Jinja passes a context."""
+def _bounded(function: Callable[..., Any], writes: bool = False, walks: bool = False) -> Callable[..., Any]:
+    """A filter that is measured: arguments, result, items. `wraps` keeps the marks by which Jinja passes a context."""
     leading = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @functools.wraps(function)
@@ -379,6 +381,8 @@ def _bounded(function: Callable[..., Any], writes: bool = False) -> Callable[...
         if writes:
             _check_total(map(_written, args[leading:]))
         _check_arguments(args[leading] if len(args) > leading else None, args[leading + 1 :], kwargs)
+        if walks and len(args) > leading and isinstance(args[leading], Iterable):
+            args = (*args[:leading], _counted(args[leading]), *args[leading + 1 :])
         return _checked(function(*args, **kwargs))
 
     return measured

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from html import escape
 from itertools import pairwise
 from time import perf_counter
+from typing import Any
 
 import nh3
+import pygments
 from markdown_it import MarkdownIt
-from pygments import highlight
 from pygments.formatters import HtmlFormatter
+from pygments.lexer import Lexer
 from pygments.lexers import get_lexer_by_name
 from pygments.util import ClassNotFound
 
@@ -21,7 +24,9 @@ TAGS = {
     *("em", "strong", "s", "a", "table", "thead", "tbody", "tr", "th", "td", "div"),
 }
 ATTRIBUTES = {"a": {"href", "title"}, "ol": {"start"}, **{tag: {"class"} for tag in ("span", "code", "pre", "div")}}
-MOST_HIGHLIGHTED = 50_000  # characters of a code block; longer ones are shown plain
+# Characters of a code block and of a line in one that is highlighted, and seconds that it may take: many lexers need
+# time that grows with the square of a line. What is longer, or takes longer, is shown plain.
+MOST_HIGHLIGHTED, LONGEST_LINE, HIGHLIGHT_SECONDS = 50_000, 1_000, 0.5
 INTERVAL, SHARE = 0.06, 8  # seconds between two renderings of a growing text, and how many times their own cost
 
 
@@ -33,10 +38,19 @@ def _parser() -> MarkdownIt:
 
 def _highlighted(code: str, language: str, _: str) -> str:
     inside = escape(code)
-    if language and len(code) <= MOST_HIGHLIGHTED:
-        with suppress(ClassNotFound):
-            inside = highlight(code, get_lexer_by_name(language), HtmlFormatter(nowrap=True))
+    if language and len(code) <= MOST_HIGHLIGHTED and all(len(line) <= LONGEST_LINE for line in code.splitlines()):
+        with suppress(ClassNotFound, TimeoutError):
+            inside = pygments.format(_tokens(code, get_lexer_by_name(language)), HtmlFormatter(nowrap=True))
     return f'<pre class="code"><code>{inside}</code></pre>'
+
+
+def _tokens(code: str, lexer: Lexer) -> Iterator[tuple[Any, str]]:
+    """Tokens of code. Raises `TimeoutError` where they take too long."""
+    until = perf_counter() + HIGHLIGHT_SECONDS
+    for token in lexer.get_tokens(code):
+        if perf_counter() > until:
+            raise TimeoutError
+        yield token
 
 
 def split_blocks(text: str) -> list[str]:
