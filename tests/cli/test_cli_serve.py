@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import lmstate
 from lmstate.cli.app import app
-from lmstate.cli.serve import banner
+from lmstate.cli.serve import banner, served_name
 from lmstate.serve import Settings
 from tests.cli.test_cli_branches import talking
 
@@ -72,3 +72,12 @@ def test_the_command_that_is_shown_has_the_key_that_is_needed() -> None:
     with_keys, without = (banner(Settings("m", api_keys=keys), 8080, 8, 64) for keys in (("secret",), ()))
     assert "curl http://127.0.0.1:8080/v1/chat/completions -H 'Authorization: Bearer YOUR_KEY' -d '{" in with_keys
     assert "curl http://127.0.0.1:8080/v1/chat/completions -d '{" in without
+
+
+def test_the_name_of_a_model_does_not_tell_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    for given in (f"{tmp_path}/a.gguf", "a.gguf", "./a.gguf"):
+        assert served_name(given) == "a.gguf"
+    assert served_name(str(tmp_path)) == served_name(".") == tmp_path.name
+    assert served_name("organization/name") == "organization/name"

@@ -125,7 +125,7 @@ def serve(
     logging.getLogger("lmstate").setLevel(level)
     logging.getLogger("uvicorn.error").setLevel(max(level, logging.WARNING))
     settings = Settings(
-        model,
+        served_name(model),
         host,
         port,
         read_keys(api_key_file),
@@ -163,6 +163,11 @@ def serve(
             server.run()
     if not server.started:
         raise OSError(f"cannot serve on {host}:{port}")
+
+
+def served_name(model: str) -> str:
+    """The name that clients ask by: of a file or a folder, not where it lies."""
+    return Path(model).resolve().name if os.path.exists(model) else model
 
 
 def check_address(host: str, port: int) -> None:
