@@ -22,7 +22,7 @@ def wait_until(condition: Callable[[], object], seconds: float = GUARD) -> None:
 
 def patient(monkeypatch: pytest.MonkeyPatch, seconds: float = GUARD) -> None:
     """Have engines wait so long for what a tier has: what is reused is not to depend on the machine's load."""
-    monkeypatch.setattr(fetch, "SECONDS", seconds)
+    monkeypatch.setattr(fetch, "ASKING_SECONDS", seconds)
     monkeypatch.setattr(reuse, "LEAST_PATIENCE", seconds)
     monkeypatch.setattr(reuse, "ASKING", (seconds, seconds))
 

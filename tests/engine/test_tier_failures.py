@@ -36,6 +36,8 @@ class Held(FolderTier):
     ) -> None:
         self.holds, self.failing, self.goes_on = holds, failing, Event()
         self.reached = Event()  # a call that waits
+        self.records_go_on, self.reached_record = Event(), Event()
+        self.records_go_on.set()
         self.at_once = self.most_at_once = 0
         self.counting = Lock()
         super().__init__(path, namespace, limit)
@@ -60,6 +62,12 @@ class Held(FolderTier):
             self.failing -= 1
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         super().write(entry, key, layers, above)
+
+    def write_session(self, session: SavedSession) -> bool:
+        if not self.records_go_on.is_set():
+            self.reached_record.set()
+            self.records_go_on.wait()
+        return super().write_session(session)
 
     def find(self, tokens: Sequence[int]) -> list[tuple[str, Entry]]:
         found = super().find(tokens)
@@ -171,28 +179,30 @@ def test_an_entry_larger_than_all_that_may_wait_is_written_where_nothing_else_wa
     store.close()
 
 
-def test_a_session_waits_once_and_is_written_as_it_was_last(tmp_path: Path) -> None:
+def test_a_session_waits_once_and_is_written_as_it_was_last_and_before_entries(tmp_path: Path) -> None:
     store = Held(tmp_path, holds="write")
     store.put(entry(1, 2), layers())
     assert store.reached.wait(600)
-
-    def waiting() -> list[str]:
-        return [job if isinstance(job, str) else job.name for job in store._writes]  # type: ignore[union-attr]
-
+    store.records.commit(SavedSession("before", [1], "{}", changes=("here.1",)))
+    assert store.records.flush(600), "an entry that hangs holds up no record"
+    store.records_go_on.clear()
+    store.records.commit(SavedSession("first", [1], "{}", changes=("here.1",)))
+    assert store.reached_record.wait(600)
     for end in range(5):
-        for name in ("one", "other"):
-            store.put_session(SavedSession(name, [1, end], "{}"))
-    assert waiting() == ["one", "other"]
-    store.drop_session("one")
-    assert waiting() == ["other", "one"]
-    assert store.saved_session("one") is None
-    store.put_session(SavedSession("one", [7], "{}"))
+        commits = [
+            store.records.commit(SavedSession(name, [1, end], "{}", changes=("here.1",))) for name in ("one", "other")
+        ]
+    assert list(store.records._commits) == ["one", "other"]
+    commits.append(store.records.commit(SavedSession("one", [], "", changes=("here.1",))))
+    commits.append(store.records.commit(SavedSession("one", [7], "{}", changes=("here.1",))))
+    store.records_go_on.set()
     store.goes_on.set()
     assert store.flush(600)
-    assert {saved.name: saved.tokens for saved in store.sessions()} == {"one": [7], "other": [1, 4]}
+    assert [commit.answer.result() is None for commit in commits] == [True, False, True, False]
+    assert {name: store.read_session(name).tokens for name in ("one", "other")} == {"one": [7], "other": [1, 4]}
     store.close()
-    store.put_session(SavedSession("late", [1], "{}"))
-    assert (store.counts["dropped"], store.writing) == (1, False)
+    with pytest.raises(EngineClosed):
+        store.records.commit(SavedSession("late", [1], "{}"))
 
 
 # ---- reading

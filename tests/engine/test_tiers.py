@@ -6,13 +6,16 @@ import dataclasses
 import os
 import random
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from threading import Event
+from typing import TypeVar
 
 import pytest
 
 import lmstate
+from lmstate.engine import StoreUnreachable
 from lmstate.engine.prefix.parts import Layers
 from lmstate.engine.tiers import Entry, SavedSession
 from lmstate.engine.tiers.folder import FolderTier
@@ -189,19 +192,22 @@ def test_damaged_files_are_computed_again_and_put_aside(how: str, tmp_path: Path
         assert ask(engine, [*ids, 4]).usage.reused > 0, "what was computed again is kept again"
 
 
+def change(file: Path, statement: str, *values: object) -> None:
+    """Run a statement on an SQLite file."""
+    with closing(sqlite3.connect(file)) as database, database:
+        database.execute(statement, values)
+
+
 def test_a_hostile_index_changes_no_answer(tmp_path: Path) -> None:
     model = ours("llama")
     ids = prompt(60, 1)
     with lmstate.Engine(model, store=tmp_path) as engine:
         ask(engine, ids)
         engine.session("s").send([1, 2, 3], max_new_tokens=2).result(600)
-    index = sqlite3.connect(tmp_path / "index.sqlite3")
-    with index:
-        index.execute("update entries set start = 5, kind = 'carry' where start = 0")
-        index.execute("update sessions set record = '[]'")
-    index.close()
+    change(tmp_path / "index.sqlite3", "update entries set start = 5, kind = 'carry' where start = 0")
+    change(tmp_path / "sessions.sqlite3", "update records set record = '[]'")
     with lmstate.Engine(model, store=tmp_path) as engine:
-        assert engine.sessions() == []
+        assert engine.find_session("s") is None and engine.sessions() == []
         got = ask(engine, ids)
         check(model, ids, got)
         assert got.usage.reused == 0
@@ -230,11 +236,8 @@ def test_hostile_sessions_keep_no_engine_from_starting(record: str, tmp_path: Pa
         if "assistant" not in record:
             with pytest.raises(lmstate.SnapshotError, match="no session"):
                 engine.load_session("d", file)
-    index = sqlite3.connect(tmp_path / "index.sqlite3")
-    with index:
-        index.execute("update sessions set record = ? where name = 'b'", (record,))
-        index.execute("update entries set frequency_key = 9e999 where start = 0")
-    index.close()
+    change(tmp_path / "sessions.sqlite3", "update records set record = ? where name = 'b'", record)
+    change(tmp_path / "index.sqlite3", "update entries set frequency_key = 9e999 where start = 0")
     with lmstate.Engine(model, store=tmp_path) as engine:
         assert {"a", "c"} <= set(engine.sessions())
         check(model, prompt(20, 1), ask(engine, prompt(20, 1)))
@@ -347,11 +350,6 @@ class Failing(FolderTier):
                 raise OSError("the disk is on fire")
             yield pair
 
-    def sessions(self) -> Iterator[SavedSession]:
-        for saved in super().sessions():
-            self._maybe()
-            yield saved
-
     def session_names(self) -> Iterable[str]:
         self._maybe()
         return super().session_names()
@@ -364,29 +362,44 @@ class Failing(FolderTier):
         self._maybe()
         return super().find(tokens)
 
-    def write_session(self, session: SavedSession) -> None:
+    def session_generation(self, name: str) -> int | None:
         self._maybe()
-        super().write_session(session)
+        return super().session_generation(name)
 
-    def remove_session(self, name: str) -> None:
+    def write_session(self, session: SavedSession) -> bool:
         self._maybe()
-        super().remove_session(name)
+        return super().write_session(session)
 
 
-def test_a_session_that_a_store_fails_to_remove_is_closed_all_the_same(
+Answer = TypeVar("Answer")
+
+
+def insisting(question: Callable[[], Answer]) -> Answer:
+    """Ask until the store can be reached."""
+    while True:
+        try:
+            return question()
+        except StoreUnreachable:
+            continue
+
+
+def test_a_session_that_a_store_fails_to_close_says_so_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with lmstate.Engine(ours("llama"), store=tmp_path) as engine:
-        engine.session("one").send(prompt(20, 1), max_new_tokens=2).result(600)
-        assert engine._tier.flush(600)
-        monkeypatch.setattr(FolderTier, "remove_session", lambda *_: 1 / 0)
-        engine.session("one").close()
-        assert engine._tier.flush(600)
+        session = engine.session("one")
+        session.send(prompt(20, 1), max_new_tokens=2).result(600)
+        with monkeypatch.context() as patch:
+            patch.setattr(FolderTier, "write_session", lambda *_: 1 / 0)
+            with pytest.raises(StoreUnreachable, match="nothing was changed"):
+                session.close()
+            assert engine.sessions() == ["one"] and engine.find_session("one") is session
+        session.send([5], max_new_tokens=2).result(600)
+        session.close()
         assert engine.sessions() == []
         assert engine.find_session("one") is None
         assert engine.session("one").tokens == []
         engine.session("one").send([5, 6], max_new_tokens=2).result(600)
-        assert engine._tier.flush(600)
         assert engine.sessions() == ["one"]
 
 
@@ -394,7 +407,7 @@ def test_a_session_that_a_store_fails_to_remove_is_closed_all_the_same(
 def test_a_tier_that_fails_at_any_call_changes_no_answer(kind: str, tmp_path: Path) -> None:
     model = ours(KINDS[kind])
     dice = random.Random(kind)
-    texts: list[list[int]] = [prompt(30, 1)]
+    texts, names = [prompt(30, 1)], list[str]()
     for _ in range(4):
         tier = Failing(tmp_path, f"{kind}", 10**9)
         with lmstate.Engine(model, rows=2, memory=150_000, store=tier) as engine:
@@ -405,9 +418,11 @@ def test_a_tier_that_fails_at_any_call_changes_no_answer(kind: str, tmp_path: Pa
                 check(model, ids, got)
                 texts.append([*ids, *got.tokens[0]])
                 assert engine.call(lambda _: engine._reuse.prefixes.nbytes == engine._reuse.prefixes.counted()).result()
-            engine.session(f"session {len(texts)}").send([5, 6], max_new_tokens=2).result(600)
-            assert f"session {len(texts)}" in engine.sessions()
-            assert engine.find_session(dice.choice(["nobody's", *engine.sessions()]) + "?") is None
+            name = f"session {len(texts)}"
+            names.append(name)
+            insisting(lambda name=name: engine.session(name)).send([5, 6], max_new_tokens=2).result(600)
+            assert set(insisting(engine.sessions)) == set(names), "also those of the engines before"
+            assert insisting(lambda: engine.find_session(f"{name}?")) is None  # noqa: B023
 
 
 class Hanging(FolderTier):
@@ -450,7 +465,9 @@ def test_a_tier_that_hangs_holds_up_nobody_for_long(tmp_path: Path, monkeypatch:
             other = engine.submit([7, 8, 9], max_new_tokens=3)
             assert len(other.result(600).tokens[0]) == 3
             assert slow.result(600).tokens == [alone(model, [*ids, 5], 3)[0]]
-            assert [engine.sessions() for _ in range(3)] == [[]] * 3
+            for _ in range(3):
+                with pytest.raises(StoreUnreachable, match="in time"):
+                    engine.sessions()
             assert tier.asked == 1, "a tier that hangs is not asked again at once"
             tier.hangs = True
             assert ask(engine, prompt(30, 3)).usage.generated == 6

@@ -33,6 +33,7 @@ class Client:
     chat: list[dict[str, str]] = field(default_factory=list)
     seen: list[int] = field(default_factory=list)  # tokens of that chat
     responses: list[tuple[str | None, str, dict[str, Any]]] = field(default_factory=list)  # (previous, input, answer)
+    kept: list[int] = field(default_factory=list)  # tokens of its session that the server has confirmed
     failures: list[str] = field(default_factory=list)
 
     def run(self, url: str) -> None:
@@ -91,18 +92,23 @@ class Client:
         return self.post(http, "/v1/responses", input=text, previous_response_id=previous, **body)
 
     def session(self, http: httpx.Client) -> None:
-        """A session stands where it was told to, or where it stood before what a kill interrupted."""
+        """A session has all that was confirmed, and at most one turn more: what a kill interrupted."""
         name = f"s{self.number}"
         if http.get(f"/v1/sessions/{name}").status_code == 404:
             self.post(http, "/v1/sessions", name=name)
         before = http.get(f"/v1/sessions/{name}").json()["tokens"]
+        assert before[: len(self.kept)] == self.kept and len(before) <= len(self.kept) + 16, "a turn is lost"
         if len(before) > 200:
-            self.post(http, f"/v1/sessions/{name}/rewind", to=self.draw.randrange(50))
+            to, self.kept = self.draw.randrange(50), []
+            self.post(http, f"/v1/sessions/{name}/rewind", to=to)
+            self.kept = before[:to]
             return
         given = [self.draw.randrange(256) for _ in range(self.draw.randrange(1, 9))]
         body = {"tokens": given, "max_tokens": self.draw.randrange(1, 9), "temperature": 0, "ignore_eos": True}
         made = self.post(http, f"/v1/sessions/{name}/send", **body)
         self.answers.append(([*before, *given], made["tokens"]))
+        self.kept = [*before, *given, *made["tokens"]]
+        assert made["stored"]
 
     def check(self, model: lmstate.Model, http: httpx.Client) -> None:
         """What was answered is what each request gets alone; what was stored is there, and goes on as it did."""

@@ -2,7 +2,17 @@
 
 from lmstate.engine.engine import Engine
 from lmstate.engine.request import Request
-from lmstate.engine.results import Completion, EngineClosed, Piece, QueueFull, Reuse, Usage
+from lmstate.engine.results import (
+    Completion,
+    EngineClosed,
+    EngineError,
+    Piece,
+    QueueFull,
+    Reuse,
+    SessionMoved,
+    StoreUnreachable,
+    Usage,
+)
 from lmstate.engine.session import Session, SessionBusy
 from lmstate.generation import Grammar, TokenLogprob
 
@@ -10,6 +20,7 @@ __all__ = [
     "Completion",
     "Engine",
     "EngineClosed",
+    "EngineError",
     "Grammar",
     "Piece",
     "QueueFull",
@@ -17,6 +28,8 @@ __all__ = [
     "Reuse",
     "Session",
     "SessionBusy",
+    "SessionMoved",
+    "StoreUnreachable",
     "TokenLogprob",
     "Usage",
 ]

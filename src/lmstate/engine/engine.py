@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Condition, Event, Thread, current_thread
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
@@ -68,6 +68,8 @@ class Engine:
             `lmstate.speculation.Drafter`, or None; "auto" is the text, and the heads where there are some. No answer
             changes
     kv      how keys and values are stored, as in `model.new_state`
+    durable with a store: "turn" ends a session's turn once its record is stored (or `Completion.stored` is False, and
+            it is tried again), "none" does not wait for that
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Engine:
         queue: int = 256,
         max_itl: float | None = None,
         stall: float | None = None,
+        durable: Literal["turn", "none"] = "turn",
     ) -> None:
         if isinstance(model, str | os.PathLike):
             raise ValueError(f"an Engine takes a model; lmstate.load({os.fspath(model)!r}) gives it")
@@ -91,6 +94,8 @@ class Engine:
         rows, queue = whole_number(rows, "rows"), whole_number(queue, "queue")
         if rows < 1 or queue < 1:
             raise ValueError(f"rows={rows}, queue={queue} were asked for; both are at least 1")
+        if durable not in ("turn", "none"):
+            raise ValueError(f"unknown durable={durable!r}; expected 'turn' or 'none'")
         pace = Pace.bounded(max_itl, stall)
         memory, store_bytes = as_bytes(memory), as_bytes(store_bytes)
         self._cost = RowCost.of(model, lambda rows, capacity: model.new_state(rows=rows, capacity=capacity, kv=kv))
@@ -111,7 +116,9 @@ class Engine:
         self._delivery = Delivery()
         self._blocks = BlockPool()  # of all rows, and of what is kept
         self._reuse = PrefixReuse(model, self._new_state, memory, self._tier, pace, self._wake)
-        self._conversations = Conversations(model, self._reuse.prefixes, self._replay, self._tier)
+        self._conversations = Conversations(
+            model, self._reuse.prefixes, self._replay, self._tier, durable=durable == "turn"
+        )
         self._scheduler = Scheduler(
             model,
             self._new_state,
@@ -130,8 +137,6 @@ class Engine:
         self._changed = Condition()
         self._closed = self._forked = False
         self._order = 0
-        if self._tier is not None:
-            self._conversations.recall(self._tier, self)
         ready = Event()
         arguments = (weakref.ref(self), self._changed, ready, self._tier)
         release_threads()  # the engine's thread has its own from here on
@@ -245,8 +250,9 @@ class Engine:
 
     def new_session(self, name: str, record: Record) -> Session:
         """A conversation that begins with what is recorded. Raises ValueError if there is one of this name."""
-        self.find_session(name)  # one in the store counts
-        session = self._conversations.add(Session(self, name, record), new=True)
+        if self.find_session(name) is not None:
+            raise ValueError(f"there is a session {name!r} already: close it, or take another name")
+        session = self._conversations.create(Session(self, name, record))
         self._conversations.remember(record)
         self.changed(session)
         return session
@@ -290,7 +296,15 @@ class Engine:
 
     def changed(self, session: Session) -> None:
         """A session stands elsewhere now: what going on from there needs is to stay."""
-        self._called(lambda _: self._conversations.hold(session))
+        self._called(lambda _: self._conversations.hold(session, session.record))
+
+    def refresh(self, session: Session) -> None:
+        """Adopt a newer record of a session, which rests, from the store."""
+        self._conversations.refresh(session)
+
+    def commit(self, session: Session, record: Record) -> None:
+        """Store a session's next record, which counts then."""
+        self._conversations.commit(session, record)
 
     # ---- looking in
 
@@ -329,7 +343,14 @@ class Engine:
         }
         if self._tier is not None:
             now |= {f"{self._tier.name}_{name}": number for name, number in self._tier.counts.items()}
+            now["sessions_unstored"] = self.unstored
+            now["session_failures"] = self._tier.records.failures
         return now
+
+    @property
+    def unstored(self) -> int:
+        """Sessions whose last turn the store did not take yet."""
+        return 0 if self._tier is None else self._tier.records.unstored
 
     def at_work(self) -> list[int]:
         """Requests that have the rows now, at most `rows`, each by how many were submitted before it."""

@@ -137,7 +137,8 @@ class Request:
             self._waiters = [entry for entry in self._waiters if not self.done and entry[1]]
             return told
 
-    def finish(self, outcome: Completion | BaseException) -> None:
+    def finish(self, outcome: Completion | BaseException, delivery: Delivery | None = None) -> None:
+        """End it. `delivery`: one of another thread's own, where it is not the engine's thread that calls."""
         with self._changed:
             if self.done:
                 return
@@ -147,7 +148,9 @@ class Request:
                 self._completion = outcome
             self._over.set()
             callbacks, self._callbacks = self._callbacks, []
-        self._delivery.add(self.tell)
+        (self._delivery if delivery is None else delivery).add(self.tell)
+        if delivery is not None:
+            delivery.deliver()
         for callback in callbacks:
             try:
                 callback(self)
@@ -155,7 +158,7 @@ class Request:
                 logging.getLogger(__name__).exception("what was to be called at the end of a request failed")
 
     def when_done(self, callback: Callable[[Request], None]) -> None:
-        """Call it once the request ended, on the engine's thread; at once if it has."""
+        """Call it once the request ended, on a thread of the engine's; at once if it has."""
         with self._changed:
             if not self.done:
                 self._callbacks.append(callback)

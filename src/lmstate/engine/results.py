@@ -8,12 +8,28 @@ from lmstate.generation.logprobs import TokenLogprob
 from lmstate.generation.row import Finish
 
 
-class QueueFull(RuntimeError):
+class EngineError(RuntimeError):
+    """An engine cannot do what was asked, for a reason outside the request. Nothing was changed."""
+
+
+class QueueFull(EngineError):
     """As many requests wait as the engine was told to hold."""
 
 
-class EngineClosed(RuntimeError):
+class EngineClosed(EngineError):
     """The engine was closed: it takes no more requests."""
+
+
+class StoreUnreachable(EngineError):
+    """The store did not answer, so that it is unknown what it has. Try again."""
+
+
+class SessionMoved(EngineError):
+    """Another process committed a change of this session first."""
+
+    def __init__(self, message: str, generation: int) -> None:
+        super().__init__(message)
+        self.generation = generation  # of the record that is in the store
 
 
 class Piece(str):
@@ -86,3 +102,4 @@ class Completion:
     finished: list[Finish]
     stopped_by: list[str | int | None]  # the stop string or token id
     usage: Usage
+    stored: bool | None = None  # whether the session's record is in the store; None without a session or a store

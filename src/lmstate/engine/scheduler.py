@@ -18,7 +18,7 @@ from lmstate.engine.memory import CHECK_EVERY, Preempted, RowCost, nbytes, too_l
 from lmstate.engine.pace import Pace
 from lmstate.engine.prefix.tree import shared
 from lmstate.engine.queue import Queue
-from lmstate.engine.results import Piece
+from lmstate.engine.results import Completion, Piece
 from lmstate.engine.reuse import PrefixReuse
 from lmstate.engine.rows import RowPool
 from lmstate.generation.logprobs import logprob
@@ -45,8 +45,8 @@ ECHO_CHUNK = 64  # tokens of a prompt read at once where the logits of all of th
 class Scheduler:
     """Owns the rows. Every prompt is read in a state of its own, of one row, and its answers join the others then.
 
-    All of it runs on one thread, but for `waiting`, that any thread may add to. `ended(job)` is called with each
-    request whose answers all ended, before its sender hears of it.
+    All of it runs on one thread, but for `waiting`, that any thread may add to. `ended(job, outcome)` is
+    called with each request whose answers all ended, and tells its sender.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Scheduler:
         blocks: BlockPool,
         cost: RowCost,
         drafting: Drafting,
-        ended: Callable[[Job], None],
+        ended: Callable[[Job, Completion | BaseException], None],
         delivery: Delivery,
     ) -> None:
         self.model = model
@@ -566,8 +566,7 @@ class Scheduler:
     def _finish(self, job: Job) -> None:
         self.counts["finished"] += 1
         self._crowded = False
-        self._ended(job)
-        job.request.finish(job.completion())
+        self._ended(job, job.completion())
 
     def _end_early(self) -> None:
         for job in self.all():
@@ -602,8 +601,7 @@ class Scheduler:
         self._crowded = False
         self._forget(job)
         job.error = error
-        self._ended(job)
-        job.request.finish(error)
+        self._ended(job, error)
 
     def _forget(self, job: Job) -> None:
         """Take a request out of everything; what was computed is kept if it can be: memory may be what it ended for."""

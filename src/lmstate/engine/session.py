@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
+from uuid import uuid4
 
 from lmstate.engine.options import are_messages
 from lmstate.engine.request import Request
+from lmstate.engine.results import EngineError, StoreUnreachable
+from lmstate.engine.tiers.records import CHANGES, SavedSession
 from lmstate.errors import RewindError, StateError
 from lmstate.state.validate import whole_number
 from lmstate.text.nesting import refuse_deep
@@ -22,7 +26,7 @@ UNDOS = 64
 Message = Mapping[str, Any]
 
 
-class SessionBusy(RuntimeError):
+class SessionBusy(EngineError):
     """The session answers a request: wait for it, or cancel it."""
 
 
@@ -103,6 +107,10 @@ class SessionHost(Protocol):
 
     def submit(self, prompt: Any, *, session: Any, **options: Any) -> Request: ...
 
+    def refresh(self, session: Session) -> None: ...
+
+    def commit(self, session: Session, record: Record) -> None: ...
+
     def changed(self, session: Session) -> None: ...
 
     def new_session(self, name: str, record: Record) -> Session: ...
@@ -127,6 +135,15 @@ class Session:
         self._lock = Lock()
         self._running: Request | None = None
         self._closed = False
+        self._writer = uuid4().hex
+        self._written = 0  # changes that were given ids
+        self._generation = 0  # of the record in the store that this one stands on; 0: none that is known
+        self._changes: tuple[str, ...] = ()  # of that record
+
+    @property
+    def generation(self) -> int:
+        """How many changes of the session the store has confirmed, by all processes; 0 without a store."""
+        return self._generation
 
     @property
     def tokens(self) -> list[int]:
@@ -152,7 +169,7 @@ class Session:
 
     def rewind(self, to: int) -> None:
         """Go back to the first `to` tokens. Inside a turn, text that is sent then goes on as plain text."""
-        with self._resting() as record:
+        with self._changing() as record:
             to = whole_number(to, "a position")
             if not 0 <= to <= len(record.tokens):
                 raise RewindError(f"rewind to {to} was asked for; the session has positions 0 to {len(record.tokens)}")
@@ -164,7 +181,7 @@ class Session:
 
     def mark(self) -> int:
         """Keep what going back to here needs. Returns the position, for `rewind`. A session keeps the last 64 marks."""
-        with self._resting() as record:
+        with self._changing() as record:
             at = record.moment()
             record.marks = [*(mark for mark in record.marks if mark.tokens != at.tokens), at][-MARKS:]
         self._engine.changed(self)
@@ -172,7 +189,7 @@ class Session:
 
     def undo(self) -> None:
         """Forget the last request and its answer. Raises StateError if there is none."""
-        with self._resting() as record:
+        with self._changing() as record:
             if not record.turns:
                 raise StateError("undo was asked for; the session has had no request that could be undone")
             record.back(record.turns.pop())
@@ -181,13 +198,13 @@ class Session:
     def fork(self, name: str) -> Session:
         """A session of this name that begins as this one is now, and shares all that was computed."""
         with self._resting() as record:
-            copy = record.copy()
+            copy = record
         return self._engine.new_session(name, copy)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a snapshot file (see `Snapshot.save`) from which `Engine.load_session` goes on, here or elsewhere."""
         with self._resting() as record:
-            copy = record.copy()
+            copy = record
         self._engine.save_session(copy, Path(path))
 
     def close(self) -> None:
@@ -195,7 +212,11 @@ class Session:
         self._closed = True
         if (running := self._running) is not None:
             running.cancel()
-        self._engine.close_session(self)
+        try:
+            self._engine.close_session(self)
+        except EngineError:  # the store did not hear of it
+            self._closed = False
+            raise
 
     # ---- for the engine
 
@@ -222,14 +243,25 @@ class Session:
         """Let `make` begin a request. Raises `SessionBusy` while another runs."""
         with self._lock:
             self._refuse_busy()
+            self._refresh()
             self._running = request = make()
             if request.done:  # the engine was faster than this line
                 self._running = None
             return request
 
-    def adopt(self, tokens: list[int], messages: list[dict[str, Any]]) -> None:
-        """The request ended, and the conversation is this now."""
-        record = self._record
+    @contextmanager
+    def beginning(self) -> Iterator[None]:
+        """Let no request begin before the block ends; none ever, if that fails."""
+        with self._lock:
+            try:
+                yield
+            except BaseException:
+                self._closed = True
+                raise
+
+    def continued_by(self, tokens: list[int], messages: list[dict[str, Any]]) -> Record:
+        """The record as it is after a turn that ended with these."""
+        record = self._record.copy()
         same = common(record.tokens, tokens)
         # The whole conversation may have been sent again, and differ early: what stood after that is gone.
         record.turns = [turn for turn in record.turns if turn.tokens <= same and turn.messages <= len(messages)]
@@ -238,7 +270,43 @@ class Session:
             record.turns = [*(turn for turn in record.turns if turn.tokens < same), before][-UNDOS:]
         record.marks = [mark for mark in record.marks if mark.tokens <= same and mark.messages <= len(messages)]
         record.tokens, record.messages = tokens, messages
+        return record
+
+    def adopt(self, record: Record, stored: SavedSession | None = None) -> None:
+        """The conversation is this now; with `stored`, it is in the store."""
+        self._record = record
+        if stored is not None:
+            self.confirm(stored)
         self._running = None
+
+    def confirm(self, stored: SavedSession) -> None:
+        """The next change follows this record of the store, or a newer one that is known already."""
+        if stored.generation > self._generation:
+            self._generation, self._changes = stored.generation, stored.changes
+
+    def saved(self, record: Record | None) -> SavedSession:
+        """The next generation for a store; None: it is closed."""
+        tokens, text = ([], "") if record is None else (list(record.tokens), record.to_json())
+        self._written += 1
+        change = f"{self._writer}.{self._written}"
+        return SavedSession(self.name, tokens, text, self._generation + 1, (*self._changes, change)[-CHANGES:])
+
+    def wrote(self, saved: SavedSession) -> bool:
+        """Whether a record in the store is this session's own, even if its write seemed to fail."""
+        return saved.writer == self._writer
+
+    def refresh(self) -> None:
+        """Adopt a newer record of the store, unless a request or a change is under way."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._closed and (self._running is None or self._running.done):
+                    self._engine.refresh(self)
+            finally:
+                self._lock.release()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def give_up(self) -> None:
         """The request failed: the conversation is as it was."""
@@ -259,31 +327,28 @@ class Session:
         if self._running is not None and not self._running.done:
             raise SessionBusy(f"session {self.name!r} is answering: wait for the request, or cancel it")
 
-    def _resting(self) -> _Resting:
-        return _Resting(self)
+    def _refresh(self) -> None:
+        with suppress(StoreUnreachable):  # the commit finds out
+            self._engine.refresh(self)
+
+    @contextmanager
+    def _resting(self) -> Iterator[Record]:
+        """A copy of the newest record, for as long as no request runs."""
+        self._engine.refuse_closed()
+        with self._lock:
+            self._refuse_busy()
+            self._refresh()
+            yield self._record.copy()
+
+    @contextmanager
+    def _changing(self) -> Iterator[Record]:
+        """A copy of the record that is stored, then counts, once the block ends."""
+        with self._resting() as record:
+            yield record
+            self._engine.commit(self, record)
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
     """Length of the common prefix of two texts."""
     most = min(len(one), len(other))
     return next((at for at in range(most) if one[at] != other[at]), most)
-
-
-class _Resting:
-    """The record of a session, for as long as no request runs."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def __enter__(self) -> Record:
-        self._session._engine.refuse_closed()
-        self._session._lock.acquire()
-        try:
-            self._session._refuse_busy()
-        except BaseException:
-            self._session._lock.release()
-            raise
-        return self._session._record
-
-    def __exit__(self, *_: object) -> None:
-        self._session._lock.release()

@@ -8,6 +8,7 @@ import re
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +17,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse
 from starlette.types import ASGIApp
 
-from lmstate.engine.session import Record, SessionBusy
+from lmstate.engine.results import EngineError
+from lmstate.engine.session import Record
 from lmstate.errors import StateError
 from lmstate.serve.answer.answers import usage_details
 from lmstate.serve.answer.handlers import json_response, log
@@ -167,8 +169,9 @@ async def send(service: Service, request: Request, body: SendBody) -> ASGIApp:
         grammar = await unless_gone(
             request.receive, service.grammars.compile_checked(constraint.lark, constraint.param)
         )
-    try:
-        started = service.submit(
+    started = await submitted(
+        partial(
+            service.submit,
             prompt,
             replace(params, stop=stops(body.stop), grammar=grammar),
             max_new_tokens=body.max_tokens,
@@ -176,8 +179,7 @@ async def send(service: Service, request: Request, body: SendBody) -> ASGIApp:
             session=session,
             length=len(session.tokens) + count,
         )
-    except SessionBusy as error:
-        raise ApiError(f"{error}", 409) from None
+    )
     if body.stream:
         settings = service.settings
         return EventStream(
@@ -203,19 +205,35 @@ async def pieces(session: Session, request: EngineRequest) -> AsyncIterator[byte
         yield data(answered(session, await request.wait()))
         yield DONE
     except Exception as error:
-        log.error("a stream failed", exc_info=error)
+        if not isinstance(error, EngineError):
+            log.error("a stream failed", exc_info=error)
         yield data(as_api_error(error).openai())
     finally:
         request.cancel()
+
+
+async def submitted(submit: Callable[[], EngineRequest]) -> EngineRequest:
+    """Submit off the loop, for the store is asked. A request that nobody waits for any more is cancelled."""
+    submitting = asyncio.ensure_future(asyncio.to_thread(submit))
+
+    def cancel(done: asyncio.Future[EngineRequest]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            done.result().cancel()
+
+    try:
+        return await asyncio.shield(submitting)
+    except asyncio.CancelledError:
+        submitting.add_done_callback(cancel)
+        raise
 
 
 def answered(session: Session, completion: Completion) -> dict[str, Any]:
     usage = completion.usage
     counts = {"prompt_tokens": usage.prompt, "completion_tokens": usage.generated, **usage_details(usage)}
     return {
+        **shown(session),
         "object": "session.answer",
-        "name": session.name,
-        "length": len(session.tokens),
+        "stored": completion.stored,
         "text": completion.texts[0],
         "tokens": completion.tokens[0],
         "finish_reason": completion.finished[0],
@@ -237,7 +255,12 @@ def read_prompt(service: Service, body: SendBody) -> tuple[Any, int]:
 
 
 def shown(session: Session) -> dict[str, Any]:
-    return {"object": "session", "name": session.name, "length": len(session.tokens)}
+    return {
+        "object": "session",
+        "name": session.name,
+        "length": len(session.tokens),
+        "generation": session.generation,
+    }
 
 
 async def found(service: Service, request: Request) -> Session:
@@ -258,9 +281,9 @@ async def done(action: Callable[[], T]) -> T:
     """Run an action of a session off the loop. Raises `ApiError` for what it refuses."""
     try:
         return await asyncio.to_thread(action)
-    except SessionBusy as error:
-        raise ApiError(str(error), 409) from None
-    except (StateError, ValueError) as error:
+    except (EngineError, StateError) as error:
+        raise as_api_error(error) from None
+    except ValueError as error:
         raise ApiError(str(error)) from None
 
 
@@ -268,8 +291,8 @@ async def begun(service: Service, name: str, make: Callable[[], Session]) -> Ses
     """A new session of this name. Raises `ApiError` if there is one, be it that another client has just made it."""
     try:
         return await done(make)
-    except ApiError:
-        if await asyncio.to_thread(service.engine.find_session, name) is None:
+    except ApiError as error:
+        if error.status != 400 or await asyncio.to_thread(service.engine.find_session, name) is None:
             raise
         message = f"there is a session {name!r} already: delete it, or take another name"
         raise ApiError(message, 409, param="name") from None

@@ -1,6 +1,7 @@
 """Tiers: where prefixes and sessions are kept in addition to memory."""
 
 from lmstate.engine.tiers.open import check_store, open_tier
-from lmstate.engine.tiers.tier import Entry, SavedSession, Tier, TierError
+from lmstate.engine.tiers.records import SavedSession
+from lmstate.engine.tiers.tier import Entry, Tier, TierError
 
 __all__ = ["Entry", "SavedSession", "Tier", "TierError", "check_store", "open_tier"]

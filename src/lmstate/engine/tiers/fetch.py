@@ -11,11 +11,13 @@ from time import perf_counter
 from typing import TypeVar
 
 from lmstate.engine.prefix.parts import Layers
+from lmstate.engine.results import StoreUnreachable
 from lmstate.engine.tiers.tier import Entry, Tier, TierError
 
 Result = TypeVar("Result")
 
-SECONDS = 1.0  # that a caller waits for a tier
+ASKING_SECONDS = 2.0  # that a caller waits for what a store says of a session
+ASKING_SILENCE = 1.0  # seconds in which a store that did not say so in time is not asked again
 AT_ONCE = 2  # keys that are read beside each other: to wait for a file, to check its bytes, to fill blocks
 SILENCE = 30.0  # seconds in which one that did not answer in time is not asked again
 
@@ -26,17 +28,28 @@ class Patience:
     def __init__(self) -> None:
         self._silent_until = 0.0
 
-    def ask(self, question: Callable[[], Result], otherwise: Result) -> Result:
-        """`question()`, which raises nothing, on a thread of its own; `otherwise` if that is not in time."""
+    def ask(self, question: Callable[[], Result]) -> Result:
+        """`question()`, on a thread of its own. Raises StoreUnreachable if it raises, or does not end in time."""
         if perf_counter() < self._silent_until:
-            return otherwise
-        answers: SimpleQueue[Result] = SimpleQueue()
-        Thread(target=lambda: answers.put(question()), name="lmstate-ask", daemon=True).start()
+            raise StoreUnreachable("the store did not answer in time just now, and is not asked yet: try again")
+        answers: SimpleQueue[Result | BaseException] = SimpleQueue()
+
+        def run() -> None:
+            try:
+                answers.put(question())
+            except BaseException as error:
+                answers.put(error)
+
+        Thread(target=run, name="lmstate-ask", daemon=True).start()
         try:
-            return answers.get(timeout=SECONDS)
+            answer = answers.get(timeout=ASKING_SECONDS)
         except Empty:
-            self._silent_until = perf_counter() + SILENCE
-            return otherwise
+            self._silent_until = perf_counter() + ASKING_SILENCE
+            raise StoreUnreachable("the store does not answer in time: try again") from None
+        if isinstance(answer, BaseException):
+            why = str(answer).partition("\n")[0]
+            raise StoreUnreachable(f"the store cannot be read now: {why}") from answer
+        return answer
 
 
 class Lookup:

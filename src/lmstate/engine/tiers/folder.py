@@ -1,13 +1,15 @@
 """A folder: one SQLite index, one safetensors file an entry, written whole or not at all and checked when read.
 
-index.sqlite3         entries (key, text, size, checksum, last use) and sessions
+index.sqlite3         entries (key, text, size, checksum, last use)
+sessions.sqlite3      sessions, a record each
 entries/ab/abcd...    what the key stands for; its name is the hash of the text, so it never changes
-damaged/              files whose checksum was wrong, for whoever wants to know why
+damaged/              files whose checksum was wrong and records of sessions that say nothing, to find out why
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sqlite3
 import zlib
@@ -36,6 +38,7 @@ from lmstate.files.mmap_file import open_regular
 from lmstate.files.sqlite_schema import check_schema, unusable
 
 MOST_NEW = 256  # entries of other processes that are taken at a time
+LOCK_SECONDS = 10.0  # that a statement waits for another process
 ENDING = 1.0  # seconds that a statement on the index may go on at the end
 # Bytes of a text in the index, unpacked, and of all that are read at a time: a hostile index must not fill the memory.
 MOST_TEXT, MOST_TEXTS = 2**26, 2**30
@@ -45,9 +48,15 @@ TABLES = (
     start integer not null, tokens blob not null, layers integer not null, size integer not null,
     checksum text not null, used real not null, primary key (namespace, key)
 )""",
-    """sessions (
+)
+OLD_SESSIONS = """sessions (
     namespace text not null, name text not null, tokens blob not null, record text not null,
     primary key (namespace, name)
+)"""  # of the index, in versions before `sessions.sqlite3`
+RECORDS = (
+    """records (
+    namespace text not null, name text not null, generation integer not null, changes text not null,
+    tokens blob not null, record text not null, primary key (namespace, name)
 )""",
 )
 
@@ -67,15 +76,42 @@ class FolderTier(Tier):
         self._lock = Lock()
         self._used: dict[str, float] = {}  # keys of entries, and when they were last read, as far as no index has it
         self._seen: tuple[int | None, int] = None, 0  # version of the index, and its newest entry, that are known here
-        file = self.path / "index.sqlite3"
+        self._index = self._opened("index.sqlite3", TABLES, "normal", "index of prefixes", OLD_SESSIONS)
+        self._sessions = self._opened("sessions.sqlite3", RECORDS, "full", "file of sessions")
+        self._sessions_lock = Lock()
         try:
-            self._index = sqlite3.connect(file, check_same_thread=False, timeout=10.0)
-            check_schema(self._index, TABLES)
-            made = "".join(f"create table if not exists {table};" for table in TABLES)
-            self._index.executescript("pragma journal_mode=wal; pragma synchronous=normal;" + made)
+            self._move_old_sessions()
         except sqlite3.Error as error:
-            raise unusable(file, error, "index of prefixes") from error
+            raise unusable(self.path / "index.sqlite3", error, "index of prefixes") from error
         self._thread.start()
+
+    def _opened(
+        self, name: str, tables: tuple[str, ...], synchronous: str, what: str, *former: str
+    ) -> sqlite3.Connection:
+        """`former`: tables that it may have too."""
+        file = self.path / name
+        try:
+            connection = sqlite3.connect(file, check_same_thread=False, timeout=LOCK_SECONDS)
+            check_schema(connection, (*tables, *former))
+            made = "".join(f"create table if not exists {table};" for table in tables)
+            connection.executescript(f"pragma journal_mode=wal; pragma synchronous={synchronous};" + made)
+        except sqlite3.Error as error:
+            raise unusable(file, error, what) from error
+        return connection
+
+    def _move_old_sessions(self) -> None:
+        """Move the sessions of an older version's index to their file."""
+        with self._index:
+            self._index.execute("begin immediate")
+            if self._index.execute("select 1 from sqlite_master where name = 'sessions'").fetchone() is None:
+                return
+            with self._sessions:
+                self._sessions.executemany(
+                    "insert or ignore into records (namespace, name, generation, changes, tokens, record) "
+                    "values (?, ?, 1, '[]', ?, ?)",
+                    self._index.execute("select namespace, name, tokens, record from sessions"),
+                )
+            self._index.execute("drop table sessions")
 
     def entries(self) -> Iterable[tuple[str, Entry]]:
         self._seen = None, 0
@@ -118,28 +154,50 @@ class FolderTier(Tier):
             else:
                 self._forget(str(key))
 
-    def sessions(self) -> Iterable[SavedSession]:
-        with self._lock:
-            rows = self._index.execute(
-                "select name, tokens, record from sessions where namespace = ?", (self.namespace,)
-            ).fetchall()
-        for name, blob, record in rows:
-            try:
-                yield SavedSession(str(name), list(unpacked(_inflated(blob))), str(record))
-            except (SnapshotError, zlib.error, TypeError):
-                self.counts["quarantined"] += 1
-
     def session_names(self) -> Iterable[str]:
-        with self._lock:
-            rows = self._index.execute("select name from sessions where namespace = ?", (self.namespace,)).fetchall()
+        with self._sessions_lock:
+            rows = self._sessions.execute(
+                "select name from records where namespace = ? and record != ''", (self.namespace,)
+            ).fetchall()
         return [str(name) for (name,) in rows]
 
     def read_session(self, name: str) -> SavedSession | None:
-        with self._lock:
-            row = self._index.execute(
-                "select tokens, record from sessions where namespace = ? and name = ?", (self.namespace, name)
+        with self._sessions_lock:
+            row = self._sessions.execute(
+                "select tokens, record, generation, changes from records where namespace = ? and name = ?",
+                (self.namespace, name),
             ).fetchone()
-        return None if row is None else SavedSession(name, list(unpacked(_inflated(row[0]))), str(row[1]))
+        if row is None:
+            return None
+        generation = int(row[2])
+        try:
+            tokens, changes = list(unpacked(_inflated(row[0]))), tuple(map(str, json.loads(row[3])))
+            return SavedSession(name, tokens, str(row[1]), generation, changes)
+        except (SnapshotError, zlib.error, TypeError, ValueError, RecursionError):
+            self.counts["quarantined"] += 1
+            return SavedSession(name, [], "", generation, damaged=True)
+
+    def set_aside_session(self, name: str) -> None:
+        with self._sessions_lock:
+            row = self._sessions.execute(
+                "select generation, changes, hex(tokens), record from records where namespace = ? and name = ?",
+                (self.namespace, name),
+            ).fetchone()
+        if row is not None:
+            told = dict(
+                zip(("namespace", "name", "generation", "changes", "tokens", "record"), (self.namespace, name, *row))
+            )
+            file = self._file(f"session|{name}")
+            (self.path / "damaged").mkdir(exist_ok=True)
+            with atomic_write(self.path / "damaged" / f"session-{file.name}-{row[0]}.json") as part:
+                part.write_text(json.dumps(told, default=repr))
+
+    def session_generation(self, name: str) -> int | None:
+        with self._sessions_lock:
+            row = self._sessions.execute(
+                "select generation from records where namespace = ? and name = ?", (self.namespace, name)
+            ).fetchone()
+        return None if row is None else int(row[0])
 
     def read(self, key: str) -> Layers:
         with self._lock:
@@ -194,14 +252,23 @@ class FolderTier(Tier):
             self._used.update(dict.fromkeys(above, told[-1]))
             self._note_uses()
 
-    def write_session(self, session: SavedSession) -> None:
-        told = (self.namespace, session.name, zlib.compress(packed(session.tokens), 1), session.record)
-        with self._lock, self._index:
-            self._index.execute("insert or replace into sessions values (?, ?, ?, ?)", told)
-
-    def remove_session(self, name: str) -> None:
-        with self._lock, self._index:
-            self._index.execute("delete from sessions where namespace = ? and name = ?", (self.namespace, name))
+    def write_session(self, session: SavedSession) -> bool:
+        tokens = zlib.compress(packed(session.tokens), 1)
+        told = session.generation, json.dumps(session.changes), tokens, session.record, self.namespace, session.name
+        with self._sessions_lock, self._sessions:
+            made = self._sessions.execute(
+                "insert or ignore into records (generation, changes, tokens, record, namespace, name) "
+                "values (?, ?, ?, ?, ?, ?)",
+                told,
+            )
+            if made.rowcount:
+                return True
+            changed = self._sessions.execute(
+                "update records set generation = ?, changes = ?, tokens = ?, record = ? "
+                "where namespace = ? and name = ? and generation = ?",
+                (*told, session.generation - 1),
+            )
+            return bool(changed.rowcount)
 
     def nbytes(self) -> int:
         """Bytes of all files, as the index has them."""
@@ -209,6 +276,11 @@ class FolderTier(Tier):
             return int(self._index.execute("select coalesce(sum(size), 0) from entries").fetchone()[0])
 
     def end(self) -> None:
+        if self._sessions_lock.acquire(timeout=ENDING):
+            try:
+                self._sessions.close()
+            finally:
+                self._sessions_lock.release()
         if self._lock.acquire(timeout=ENDING):  # else a statement hangs, as on a network's disk: nobody waits for it
             try:
                 with suppress(sqlite3.Error), self._index:  # of a full disk, say: others will think it older

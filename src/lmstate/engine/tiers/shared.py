@@ -3,7 +3,8 @@
     <namespace>/index/<key>      which text an entry is of, and the keys of what it hangs on
     <namespace>/prefix/<hash>    the keys of entries of texts with this beginning, the newest first
     <namespace>/entries/<key>    a checksum, the number of layers, a safetensors file
-    <namespace>/sessions/<hash>  a conversation
+    <namespace>/records/<hash>   a session, in generations (an object store: .../<hash>/<generation>)
+    <namespace>/damaged/<hash>-<generation>   the record of a session that says nothing, to find out why
 
 How much it may hold is the store's own affair (`maxmemory`, a lifecycle rule): what is gone is computed again.
 """
@@ -40,9 +41,25 @@ DEEPEST = 4  # beginnings of a text, the longest that are known, whose entries a
 MOST_FOUND = 64  # entries that one text's lookup reads the index of
 MOST_TOLD = 2**26  # bytes of a blob of the index, or of a conversation
 
+CLOSED_SECONDS = 7 * 24 * 3600  # for which Redis keeps the generation of a closed session
+# KEYS: the record, the generation of a closed one. ARGV: the generation before, the new one, data, seconds.
+COMMIT = """
+local there = redis.call('getrange', KEYS[1], 0, 7)
+if there == '' then there = redis.call('get', KEYS[2]) or ARGV[1] end
+if there ~= ARGV[1] then return 0 end
+if ARGV[3] == '' then
+  redis.call('del', KEYS[1])
+  redis.call('set', KEYS[2], ARGV[2], 'ex', ARGV[4])
+else
+  redis.call('set', KEYS[1], ARGV[2] .. ARGV[3])
+  redis.call('del', KEYS[2])
+end
+return 1
+"""
+
 
 class Blobs(Protocol):
-    """Bytes under names. Any call may raise anything."""
+    """Bytes under names, and records of sessions in generations. Any call may raise anything."""
 
     def get(self, name: str, most: int) -> bytes | None:
         """The first `most` bytes; None where there are none."""
@@ -52,6 +69,19 @@ class Blobs(Protocol):
     def delete(self, name: str) -> None: ...
 
     def names(self, prefix: str) -> Iterable[str]: ...
+
+    def read_record(self, name: str, most: int) -> tuple[int, bytes] | None:
+        """(generation, the first `most` bytes) of the newest record of a name; no bytes if it was closed."""
+
+    def commit_record(self, name: str, data: bytes, generation: int) -> bool:
+        """Store a record if the newest one is of `generation - 1`, or there is none.
+
+        Atomic between processes. False if there is another one, also if that may have come after this one. No bytes:
+        the record is closed; keep its generation for a week or longer.
+        """
+
+    def record_names(self, prefix: str) -> Iterable[str]:
+        """The names of records that were not closed."""
 
 
 class RedisBlobs:
@@ -78,6 +108,21 @@ class RedisBlobs:
         for name in self._server.scan_iter(match=f"lmstate/{prefix}*", count=1000):
             yield name.decode().removeprefix("lmstate/")
 
+    def read_record(self, name: str, most: int) -> tuple[int, bytes] | None:
+        if found := self._server.getrange(f"lmstate/{name}", 0, 8 + most - 1):
+            return int.from_bytes(found[:8], "big"), found[8:]
+        if (closed := self._server.get(f"lmstate-closed/{name}")) is not None:
+            return int.from_bytes(closed[:8], "big"), b""
+        return None
+
+    def commit_record(self, name: str, data: bytes, generation: int) -> bool:
+        keys = f"lmstate/{name}", f"lmstate-closed/{name}"
+        before, now = ((generation - back).to_bytes(8, "big") for back in (1, 0))
+        return bool(self._server.eval(COMMIT, 2, *keys, before, now, data, CLOSED_SECONDS))
+
+    def record_names(self, prefix: str) -> Iterable[str]:
+        return self.names(prefix)
+
 
 class ObjectBlobs:
     """A URL that obstore knows, or a store of its own making."""
@@ -85,10 +130,10 @@ class ObjectBlobs:
     def __init__(self, store: str | Any) -> None:
         try:
             import obstore
-            from obstore.exceptions import BaseError, NotFoundError
+            from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
         except ImportError:
             raise ImportError(f"store={store!r} needs the obstore package: pip install lmstate[obstore]") from None
-        self._obstore, self._absent = obstore, NotFoundError
+        self._obstore, self._absent, self._exists = obstore, NotFoundError, AlreadyExistsError
         try:
             self._store: Any = store
             if isinstance(store, str):
@@ -118,6 +163,49 @@ class ObjectBlobs:
         for batch in self._obstore.list(self._store, prefix=prefix):
             for found in batch:
                 yield str(found["path"])
+
+    def read_record(self, name: str, most: int) -> tuple[int, bytes] | None:
+        for _ in range(3):
+            if (generation := max(self._generations(name), default=None)) is None:
+                return None
+            data = self.get(f"{name}/{generation:016d}", most) if most else b""  # no store gives a range of nothing
+            if data is not None:
+                return generation, data
+        raise OSError("the record in the store changes all the time")  # a newer one came, and this one went
+
+    def commit_record(self, name: str, data: bytes, generation: int) -> bool:
+        """Create the name of the generation; older ones go then.
+
+        A writer that comes late may find its name free again, since newer ones have come and it has gone: that shows
+        after it has written.
+        """
+        newest = max(there := self._generations(name), default=None)
+        if newest is not None and newest != generation - 1:
+            return False
+        try:
+            self._obstore.put(self._store, f"{name}/{generation:016d}", data, mode="create")
+        except (self._exists, FileExistsError):
+            return False
+        if max(self._generations(name), default=generation) > generation:
+            self.delete(f"{name}/{generation:016d}")
+            return False
+        for older in there:
+            with suppress(Exception):  # it is stored; what stays behind is removed with the next
+                self.delete(f"{name}/{older:016d}")
+        return True
+
+    def record_names(self, prefix: str) -> Iterable[str]:
+        newest: dict[str, tuple[int, int]] = {}
+        for batch in self._obstore.list(self._store, prefix=prefix):
+            for found in batch:
+                name, _, generation = str(found["path"]).rpartition("/")
+                if generation.isdecimal():
+                    newest[name] = max(newest.get(name, (0, 0)), (int(generation), int(found["size"])))
+        return [name for name, (_, size) in newest.items() if size]
+
+    def _generations(self, name: str) -> list[int]:
+        ends = (found.rpartition("/")[2] for found in self.names(f"{name}/"))
+        return [int(end) for end in ends if end.isdecimal()]
 
 
 class SharedTier(Tier):
@@ -198,28 +286,39 @@ class SharedTier(Tier):
             return []
         return [key for key in keys if isinstance(key, str)][:KEYS] if isinstance(keys, list) else []
 
-    def sessions(self) -> Iterable[SavedSession]:
-        for place in self._places("sessions", MOST_ENTRIES):
-            if (session := self._session_at(place)) is not None:
-                yield session
-
     def session_names(self) -> Iterable[str]:
-        for place in self._places("sessions", MOST_ENTRIES):
+        for place in islice(self._blobs.record_names(f"{self._place}/records/"), MOST_ENTRIES):
+            if place not in self._names and (found := self._blobs.read_record(place, MOST_TOLD)) is not None:
+                self._saved(place, *found)
             if place in self._names:
                 yield self._names[place]
-            elif (session := self._session_at(place)) is not None:
-                yield session.name
 
     def read_session(self, name: str) -> SavedSession | None:
-        session = self._session_at(self._session(name))
-        return session if session is not None and session.name == name else None
+        if (found := self._blobs.read_record(place := self._session(name), MOST_TOLD)) is None:
+            return None
+        generation, data = found
+        session = self._saved(place, generation, data)
+        if session is None or session.name != name:
+            return SavedSession(name, [], "", generation, damaged=bool(data))
+        return session
 
-    def _session_at(self, place: str) -> SavedSession | None:
-        if (blob := self._blobs.get(place, MOST_TOLD)) is None:
+    def set_aside_session(self, name: str) -> None:
+        if (found := self._blobs.read_record(place := self._session(name), MOST_TOLD)) is not None:
+            self._blobs.put(f"{self._place}/damaged/{place.rpartition('/')[2]}-{found[0]:016d}", found[1])
+
+    def session_generation(self, name: str) -> int | None:
+        found = self._blobs.read_record(self._session(name), 0)
+        return None if found is None else found[0]
+
+    def _saved(self, place: str, generation: int, data: bytes) -> SavedSession | None:
+        """What a record says; None for one that is closed, or damaged."""
+        if not data:
             return None
         try:
-            told, tokens = _parted(blob)
-            session = SavedSession(str(told["name"]), list(unpacked(tokens)), str(told["record"]))
+            told, tokens = _parted(data)
+            ids = list(unpacked(tokens))
+            changes = tuple(map(str, told["changes"]))
+            session = SavedSession(str(told["name"]), ids, str(told["record"]), generation, changes)
         except (SnapshotError, ValueError, TypeError, KeyError, RecursionError):
             self.counts["quarantined"] += 1
             return None
@@ -255,15 +354,15 @@ class SharedTier(Tier):
             keys = [key, *(other for other in self._pointed(name) if other != key)][:KEYS]
             self._blobs.put(name, json.dumps(keys).encode())
 
-    def write_session(self, session: SavedSession) -> None:
-        told = {"name": session.name, "record": session.record}
-        self._blobs.put(self._session(session.name), _joined(told, packed(session.tokens)))
-
-    def remove_session(self, name: str) -> None:
-        self._blobs.delete(self._session(name))
+    def write_session(self, session: SavedSession) -> bool:
+        told = {"name": session.name, "record": session.record, "changes": session.changes}
+        data = b"" if session.gone else _joined(told, packed(session.tokens))
+        if len(data) > MOST_TOLD:  # it could not be read again
+            raise OSError(f"a record of {len(data)} bytes is more than the {MOST_TOLD} that one may have")
+        return self._blobs.commit_record(self._session(session.name), data, session.generation)
 
     def _session(self, name: str) -> str:
-        return f"{self._place}/sessions/{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()}"
+        return f"{self._place}/records/{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
     def _places(self, kind: str, most: int) -> Iterable[str]:
         """The names of the blobs of a kind, at most so many."""

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from lmstate.engine.prefix.parts import Layers, nbytes
-from lmstate.engine.results import EngineClosed
+from lmstate.engine.tiers.records import RecordWriter, SavedSession
 from lmstate.errors import ModelError, SnapshotError, StateError
 from lmstate.files.mmap_file import FileBuffer
 from lmstate.files.safetensors import TensorFile
@@ -50,15 +50,6 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class SavedSession:
-    """A conversation: its tokens, and its record as text."""
-
-    name: str
-    tokens: list[int]
-    record: str
-
-
-@dataclass(frozen=True)
 class _Write:
     entry: Entry
     key: str
@@ -67,7 +58,7 @@ class _Write:
 
 
 class Tier(ABC):
-    """Keeps entries by their keys. `put` and `put_session` return at once; a thread of the tier's own writes.
+    """Keeps entries by their keys, and records of sessions. `put` returns at once; a thread of the tier's own writes.
 
     `namespace` names the model and how its keys and values are stored. What fails is counted and leaves the rest
     whole; only `get` raises, `TierError`.
@@ -83,10 +74,10 @@ class Tier(ABC):
         self._keys: set[str] = set()
         self._coming: set[str] = set()  # keys of what is queued, or being written
         self._changed = Condition()
-        self._writes: deque[_Write | SavedSession | str] = deque()
+        self._writes: deque[_Write] = deque()
         self._waiting = 0  # bytes of tensors
-        self._now: _Write | SavedSession | str | None = None  # what is being written
-        self._undropped: set[str] = set()  # sessions that could not be removed: for this process they are gone
+        self._now: _Write | None = None  # what is being written
+        self.records = RecordWriter(self)
         self._closed = False
         self._told = False  # that it cannot be read or written
         self._thread = Thread(target=self._run, name=f"lmstate-{self.name}", daemon=True)
@@ -103,41 +94,6 @@ class Tier(ABC):
     def all_entries(self) -> list[tuple[str, Entry]]:
         """`entries`, as far as they can be read now."""
         return self._readable(self.entries)
-
-    def all_sessions(self) -> list[SavedSession]:
-        """`sessions`, as far as they can be read now."""
-        return self._readable(self.sessions)
-
-    def saved_session(self, name: str) -> SavedSession | None:
-        """A session as it is once all is written; None if there is none, or it cannot be read."""
-        for job in reversed(self._to_write()):
-            if isinstance(job, SavedSession) and job.name == name:
-                return job
-            if job == name:
-                return None
-        if name in self._undropped:
-            return None
-        try:
-            return self.read_session(name)
-        except Exception:
-            self.counts["failed"] += 1
-            return None
-
-    def all_session_names(self) -> set[str]:
-        """The names of the sessions that there are once all is written, as far as they can be read now."""
-        jobs = self._to_write()  # first: what is written while the others are read counts twice, and changes nothing
-        names = set(self._readable(self.session_names)) - self._undropped
-        for job in jobs:
-            if isinstance(job, SavedSession):
-                names.add(job.name)
-            elif isinstance(job, str):
-                names.discard(job)
-        return names
-
-    def _to_write(self) -> list[_Write | SavedSession | str]:
-        """Jobs that are not done yet, the oldest first."""
-        with self._changed:
-            return [*([] if self._now is None else [self._now]), *self._writes]
 
     def _readable(self, items: Callable[[], Iterable[Item]]) -> list[Item]:
         found: list[Item] = []
@@ -166,35 +122,6 @@ class Tier(ABC):
             self._writes.append(_Write(entry, key, layers, tuple(above)))
             self._changed.notify_all()
         return key
-
-    def put_session(self, session: SavedSession) -> None:
-        """Have it written, instead of what waits under its name: a tier that hangs is not to hold it once a turn."""
-        with self._changed:
-            if self._closed:
-                self.counts["dropped"] += 1
-                return
-            if (at := self._waits(session.name)) is None:
-                self._writes.append(session)
-            else:  # in its place: at the end of the queue, one that is put often would never be written
-                self._writes[at] = session
-            self._changed.notify_all()
-
-    def drop_session(self, name: str) -> None:
-        """Have it removed. Raises EngineClosed if that cannot be any more."""
-        with self._changed:
-            if self._closed:
-                raise EngineClosed(
-                    f"session {name!r} stays in the store, which was closed with its engine: make another"
-                )
-            if (at := self._waits(name)) is not None:
-                del self._writes[at]
-            self._writes.append(name)
-            self._changed.notify_all()
-
-    def _waits(self, name: str) -> int | None:
-        """Place in the queue of the session of a name."""
-        found = (at for at, job in enumerate(self._writes) if isinstance(job, SavedSession) and job.name == name)
-        return next(found, None)
 
     def lookup(self, tokens: Sequence[int]) -> list[tuple[str, Entry]]:
         """`find`, of which nothing is raised: a store that cannot be asked has nothing."""
@@ -237,11 +164,14 @@ class Tier(ABC):
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all is written. False if it is not in time."""
+        if not self.records.flush(timeout):
+            return False
         with self._changed:
             return self._changed.wait_for(lambda: not self.writing, timeout)
 
     def close(self, timeout: float = 30.0) -> None:
-        """Write what waits, and end the thread; what is not written in time is lost."""
+        """Write what waits, records first, and end the threads; what is not written in time is lost."""
+        self.records.close(timeout)
         self.flush(timeout)
         with self._changed:
             self._closed = True
@@ -256,15 +186,24 @@ class Tier(ABC):
         """(key, entry) of all there is of this namespace."""
 
     @abstractmethod
-    def sessions(self) -> Iterable[SavedSession]: ...
-
-    @abstractmethod
     def session_names(self) -> Iterable[str]:
-        """Of all `sessions`."""
+        """The names of all sessions that were not closed; see `SessionRecords`. It and the next four may raise."""
 
     @abstractmethod
     def read_session(self, name: str) -> SavedSession | None:
-        """The session of a name, if there is one. Raises anything for one that is damaged."""
+        """The record of a name, also of a closed session as far as it is known; None if there is none."""
+
+    @abstractmethod
+    def set_aside_session(self, name: str) -> None:
+        """Keep a copy of the record of a name, as the bytes that it is, where no other record is written over it."""
+
+    @abstractmethod
+    def write_session(self, session: SavedSession) -> bool:
+        """Store a record if the one in the store is of the generation before, or there is none; False if not."""
+
+    def session_generation(self, name: str) -> int | None:
+        """The generation of the record of a name: a small read."""
+        return None if (there := self.read_session(name)) is None else there.generation
 
     @abstractmethod
     def read(self, key: str) -> Layers:
@@ -272,12 +211,6 @@ class Tier(ABC):
 
     @abstractmethod
     def write(self, entry: Entry, key: str, layers: Layers, above: Sequence[str]) -> None: ...
-
-    @abstractmethod
-    def write_session(self, session: SavedSession) -> None: ...
-
-    @abstractmethod
-    def remove_session(self, name: str) -> None: ...
 
     def find(self, tokens: Sequence[int]) -> list[tuple[str, Entry]]:
         """(key, entry) of what others may have written of a text's beginning. May raise anything."""
@@ -311,8 +244,6 @@ class Tier(ABC):
             except Exception as error:  # whatever a client raises: the entry is not kept, and the thread goes on
                 self.counts["failed"] += 1
                 self._tell("keeps nothing", error)
-                if isinstance(job, str):
-                    self._undropped.add(job)
             del job  # and the blocks that it holds
 
     def _tell(self, what: str, error: Exception) -> None:
@@ -322,22 +253,15 @@ class Tier(ABC):
             LOG.warning("the store (%s) %s for now, and is tried again: %s", self.name, what, why)
             self._told = True
 
-    def _write(self, job: _Write | SavedSession | str) -> None:
-        if isinstance(job, str):
-            self.remove_session(job)
-            self._undropped.discard(job)
-        elif isinstance(job, SavedSession):
-            self.write_session(job)
-            self._undropped.discard(job.name)
-        else:
-            try:
-                self.write(job.entry, job.key, job.layers, job.above)
-                with self._changed:
-                    self._keys.add(job.key)
-            finally:
-                with self._changed:
-                    self._coming.discard(job.key)
-                    self._waiting -= nbytes(job.layers)
+    def _write(self, job: _Write) -> None:
+        try:
+            self.write(job.entry, job.key, job.layers, job.above)
+            with self._changed:
+                self._keys.add(job.key)
+        finally:
+            with self._changed:
+                self._coming.discard(job.key)
+                self._waiting -= nbytes(job.layers)
 
 
 def packed(tokens: Sequence[int]) -> bytes:

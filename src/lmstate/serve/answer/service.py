@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import Receive
 
-from lmstate.engine.results import EngineClosed, QueueFull
+from lmstate.engine.results import EngineError
 from lmstate.errors import StateError
 from lmstate.generation.params import SamplingParams
 from lmstate.generation.row import CONTEXT
@@ -168,7 +168,7 @@ class Service:
                 deadline=self.settings.request_timeout,
                 session=session,
             )
-        except (StateError, QueueFull, EngineClosed) as error:
+        except (StateError, EngineError) as error:
             raise as_api_error(error) from None
         except ValueError as error:
             raise ApiError(str(error)) from None
@@ -197,7 +197,7 @@ class Service:
             self.metrics.observe(request.result(0))
         except Exception as error:
             self.metrics.failed()
-            if not isinstance(error, StateError):
+            if not isinstance(error, StateError | EngineError):
                 log.error("a request failed", exc_info=error)
         finally:
             self.running.discard(request)

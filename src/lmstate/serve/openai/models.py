@@ -103,7 +103,10 @@ async def slots(service: Service, request: Request) -> ASGIApp:
 async def health(service: Service, request: Request) -> ASGIApp:
     if service.draining:
         return json_response({"status": "shutting down"}, 503)
-    return json_response({"status": "ok"})
+    unstored = service.engine.unstored
+    return json_response(
+        {"status": "ok", "stored": False, "sessions_unstored": unstored} if unstored else {"status": "ok"}
+    )
 
 
 async def metrics(service: Service, request: Request) -> ASGIApp:

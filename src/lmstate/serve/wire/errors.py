@@ -23,7 +23,8 @@ class ApiError(Exception):
     """A request that gets an error for an answer.
 
     `param` names the field at fault, `code` is a word that programs look for (`context_length_exceeded`),
-    `retry_after` is in seconds, `details` is what Anthropic's clients look at.
+    `retry_after` is in seconds, `details` is what Anthropic's clients look at, `generation` that of a session that
+    another process changed.
     """
 
     message: str
@@ -32,6 +33,7 @@ class ApiError(Exception):
     code: str | None = None
     retry_after: int | None = None
     details: dict[str, Any] | None = None
+    generation: int | None = None
 
     def __str__(self) -> str:
         return self.message
@@ -46,7 +48,8 @@ class ApiError(Exception):
     def openai(self) -> dict[str, Any]:
         """`{"error": {"message", "type", "param", "code"}}`"""
         kind = OPENAI_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error if self.generation is None else {**error, "generation": self.generation}}
 
     def anthropic(self) -> dict[str, Any]:
         """`{"type": "error", "error": {"type", "message", "details"}, "request_id"}`"""
@@ -65,7 +68,7 @@ def is_anthropic(path: str) -> bool:
 
 def as_api_error(error: Exception) -> ApiError:
     """A failure of the engine or the model as the client is told of it; others are a 500 that tells nothing."""
-    from lmstate.engine import EngineClosed, QueueFull
+    from lmstate.engine import EngineClosed, QueueFull, SessionBusy, SessionMoved, StoreUnreachable
 
     if isinstance(error, ApiError):
         return error
@@ -74,6 +77,12 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(message, 429, code="queue_full", retry_after=1)
     if isinstance(error, EngineClosed):
         return ApiError("the server is shutting down", 503, code="shutting_down", retry_after=5)
+    if isinstance(error, StoreUnreachable):
+        return ApiError(str(error), 503, code="store_unreachable", retry_after=2)
+    if isinstance(error, SessionMoved):
+        return ApiError(str(error), 409, code="session_moved", generation=error.generation)
+    if isinstance(error, SessionBusy):
+        return ApiError(str(error), 409, code="session_busy")
     if isinstance(error, CapacityError):
         return ApiError(str(error), 400, code="context_length_exceeded")
     if isinstance(error, StateError | ModelError):

@@ -1,0 +1,120 @@
+"""A store that is away, or that another server writes to, as clients are told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import lmstate
+from lmstate.engine import Engine
+from lmstate.engine.tiers import Tier
+from lmstate.engine.tiers.folder import FolderTier
+from lmstate.serve import Settings
+from tests.engine.faults import READS, WRITES, Fault, retry_at_once
+from tests.serve.running import Running, events, running
+from tests.waiting import patient, wait_until
+
+TURN: dict[str, Any] = {"tokens": [5, 6], "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    patient(monkeypatch)
+    retry_at_once(monkeypatch)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Tier:
+    return FolderTier(tmp_path, "tiny", 10**9)
+
+
+@pytest.fixture
+def server(tiny_model: lmstate.Model, store: Tier, tmp_path: Path) -> Iterator[Running]:
+    with (
+        Engine(tiny_model, store=store) as engine,
+        running(engine, Settings("tiny", port=0, folder=tmp_path)) as server,
+    ):
+        yield server
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture
+def other(tiny_model: lmstate.Model, server: Running, tmp_path: Path) -> Iterator[Engine]:
+    """An engine of another process, so to speak."""
+    with Engine(tiny_model, store=FolderTier(tmp_path, "tiny", 10**9)) as engine:
+        yield engine
+
+
+def test_a_session_that_cannot_be_looked_up_is_503_and_is_not_made_anew(
+    client: httpx.Client, store: Tier, other: Engine
+) -> None:
+    other.session("s").send([1, 2, 3], max_new_tokens=2, ignore_eos=True).result(600)
+    with Fault(store, *READS):
+        for method, path, body in (
+            ("GET", "/s", None),
+            ("GET", "", None),
+            ("POST", "", {"name": "s"}),
+            ("POST", "/s/send", TURN),
+            ("POST", "/s/undo", None),
+            ("DELETE", "/s", None),
+        ):
+            answer = client.request(method, f"/v1/sessions{path}", json=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_unreachable"), path
+            assert int(answer.headers["retry-after"]) > 0
+    assert client.post("/v1/sessions", json={"name": "s"}).status_code == 409
+    assert client.get("/v1/sessions/s").json()["length"] == 5
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_not_stored_says_so_and_health_does_until_it_is(
+    stream: bool, client: httpx.Client, store: Tier, server: Running
+) -> None:
+    def send() -> Any:
+        answer = client.post("/v1/sessions/s/send", json={**TURN, "stream": stream})
+        return events(answer.text)[-2][1] if stream else answer.json()
+
+    assert client.post("/v1/sessions", json={"name": "s"}).json()["generation"] == 1
+    told = send()
+    assert (told["stored"], told["generation"], told["length"]) == (True, 2, 5)
+    with Fault(store, *WRITES):
+        told = send()
+        assert (told["stored"], told["length"]) == (False, 10)
+        health = client.get("/health")
+        assert health.status_code == 200
+        assert health.json() == {"status": "ok", "stored": False, "sessions_unstored": 1}
+        refused = client.post("/v1/sessions/s/undo")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unreachable")
+    wait_until(lambda: not server.engine.unstored)
+    assert client.get("/health").json() == {"status": "ok"}
+    assert send()["stored"] is True
+    assert client.get("/v1/sessions/s").json()["length"] == 15
+
+
+def test_a_change_of_a_session_that_moved_is_409_and_changes_nothing(
+    client: httpx.Client, server: Running, other: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.post("/v1/sessions", json={"name": "s"})
+    client.post("/v1/sessions/s/send", json=TURN)
+    other.session("s").send([7], max_new_tokens=1, ignore_eos=True).result(600)
+    with monkeypatch.context() as patch:
+        patch.setattr(server.engine, "refresh", lambda _: None)  # as if the other came after it had looked
+        for method, path, body in (("POST", "/send", TURN), ("POST", "/undo", None), ("DELETE", "", None)):
+            answer = client.request(method, f"/v1/sessions/s{path}", json=body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["generation"]) == (409, "session_moved", 3), path
+        told = events(client.post("/v1/sessions/s/send", json={**TURN, "stream": True}).text)[-1][1]
+        assert told["error"]["code"] == "session_moved"
+        assert client.get("/v1/sessions/s").json()["length"] == 5
+    session = client.get("/v1/sessions/s").json()
+    assert (session["length"], session["generation"]) == (7, 3)
+    assert client.delete("/v1/sessions/s").status_code == 200
+    assert other.find_session("s") is None
