@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sqlite3
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
-from lmstate.engine.results import Piece
+from lmstate.engine.results import EngineError, Piece
 from lmstate.engine.session import Moment, Record
 from lmstate.serve.answer.answers import Answer, usage_details
 from lmstate.serve.answer.handlers import log
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
 ALTERNATIVES = 8  # of each token, with their probabilities
 SAVED_EVERY, SHARE = 1.0, 50  # seconds between two savings of an answer that is being written, or times their cost
+FIRST_RETRY, LAST_RETRY, CLOSING_RETRY = 0.5, 30.0, 0.1  # seconds before what could not be saved is saved again
 MOST_OPEN = 64
 OTHER = 0.8  # temperature of another answer to a message, where neither settings nor the model's makers have one
 UNTITLED = "New conversation"
@@ -53,13 +57,18 @@ class Keeper:
         self.epoch = new_id("", 12)  # versions of an earlier run of the server mean nothing
         self.store = ConversationStore(service.settings.folder, service.model.fingerprint)
         self._open: dict[str, Live] = {}
+        self._closing = asyncio.Event()
 
-    # ---- conversations
+    # ---- conversations: what cannot be stored is refused, and changes nothing
 
-    def create(self, title: str = "", settings: dict[str, Any] | None = None) -> Live:
+    async def create(
+        self, title: str = "", settings: dict[str, Any] | None = None, nodes: Sequence[MessageNode] = ()
+    ) -> Live:
         conversation = Conversation(new_id("c", 12), title or UNTITLED, time(), settings or {})
-        self.store.put(conversation)
-        live = self._open[conversation.id] = Live(conversation)
+        conversation.nodes = {node.id: node for node in nodes}
+        live = Live(conversation)
+        await self._save(live, conversation, *nodes)
+        self._open[conversation.id] = live
         return live
 
     async def open(self, id: str) -> Live:
@@ -74,23 +83,30 @@ class Keeper:
         return self._open[id]
 
     async def delete(self, live: Live) -> None:
-        live.deleted = True
-        self._open.pop(live.conversation.id, None)
+        id = live.conversation.id
+        await asyncio.to_thread(self._close_sessions, id)
+        async with live.saving:
+            await asyncio.to_thread(self.store.delete, id)
+            live.deleted = True
+        self._open.pop(id, None)
         for request in live.running.values():
             request.cancel()
         await asyncio.gather(*live.tasks, return_exceptions=True)
-        await asyncio.to_thread(self.store.delete, live.conversation.id)
-        await asyncio.to_thread(self._close_sessions, live.conversation.id)
+        try:
+            await asyncio.to_thread(self._close_sessions, id)  # those of answers that ended meanwhile
+        except EngineError as error:
+            log.warning("a session of the deleted conversation %s is left: %s", id, error)
         live.touch()
 
-    def change(self, live: Live, title: str | None, settings: dict[str, Any] | None) -> None:
+    async def change(self, live: Live, title: str | None, settings: dict[str, Any] | None) -> None:
         conversation = live.conversation
-        if title is not None:
-            conversation.title = title
-        if settings is not None:
+        title = conversation.title if title is None else title
+        if settings is None:
+            settings = conversation.settings
+        else:
             self.params(settings)  # refuses what is out of range
-            conversation.settings = settings
-        self.store.put(conversation)
+        await self._save(live, replace(conversation, title=title, settings=settings))
+        conversation.title, conversation.settings = title, settings
         live.touch()
 
     def params(self, settings: dict[str, Any]) -> SamplingParams:
@@ -122,31 +138,28 @@ class Keeper:
         request = self._submit(live, plan.tokens, other=bool(conversation.children(user.id)))
         answer = MessageNode(new_id("m", 10), user.id, "assistant", status="running", created=time(), system=system)
         answer.base, answer.added, answer.start = plan.base, plan.added, len(plan.tokens)
-        # Only now: what is refused has changed nothing.
-        conversation.nodes |= {user.id: user, answer.id: answer}
-        if conversation.title == UNTITLED:
-            conversation.title = " ".join(user.text.split())[:60] or UNTITLED
-        self._begin(live, answer, request, [user, answer] if new else [answer])
+        title = conversation.title
+        if title == UNTITLED:
+            title = " ".join(user.text.split())[:60] or UNTITLED
+        await self._begin(live, answer, request, [user, answer] if new else [answer], title)
         return answer
 
     async def go_on(self, live: Live, answer: MessageNode) -> MessageNode:
         """Write on an answer that was stopped or cut off; one that messages follow, as another answer."""
-        self._refuse_unended(answer)
+        self._refuse_unended(live, answer)
         if answer.end is not None:
             raise ApiError("the answer ended by itself: there is nothing to continue", 409)
         conversation = live.conversation
         request = self._submit(live, conversation.tokens(answer))
+        begun = replace(answer, status="running", error="", added=[*answer.added], logprobs=[*answer.logprobs])
         if conversation.children(answer.id):  # what was said after it was said after what it is now
-            answer = replace(answer, id=new_id("m", 10), created=time(), added=[*answer.added])
-            answer.logprobs = [*answer.logprobs]
-            conversation.nodes[answer.id] = answer
-        answer.status, answer.error = "running", ""
-        self._begin(live, answer, request, [answer])
-        return answer
+            begun.id, begun.created = new_id("m", 10), time()
+        await self._begin(live, begun, request, [begun])
+        return begun
 
     async def fork(self, live: Live, answer: MessageNode, at: int, token: int) -> MessageNode:
         """An answer beside this one: the same up to its own token number `at`, then `token`."""
-        self._refuse_unended(answer)
+        self._refuse_unended(live, answer)
         conversation = live.conversation
         whole = conversation.tokens(answer)
         if not 0 <= at < len(answer.logprobs):
@@ -161,16 +174,15 @@ class Keeper:
         other.added = [*answer.added[: len(answer.added) - kept], token]
         other.logprobs = [*answer.logprobs[:at], (dict(top).get(token, -math.inf), list(top))]
         other.text = other.reasoning = ""
-        conversation.nodes[other.id] = other
-        self._begin(live, other, request, [other])
+        await self._begin(live, other, request, [other])
         return other
 
     def stop(self, live: Live, answer: MessageNode) -> None:
         if (request := live.running.get(answer.id)) is not None:
             request.cancel()
 
-    def _refuse_unended(self, answer: MessageNode) -> None:
-        if answer.role != "assistant" or answer.status == "running":
+    def _refuse_unended(self, live: Live, answer: MessageNode) -> None:
+        if answer.role != "assistant" or answer.status == "running" or answer.id in live.running:
             raise ApiError("only an answer that is no longer written can be gone on with", 409)
 
     # ---- the parts of it
@@ -203,14 +215,33 @@ class Keeper:
             tokens, params, max_new_tokens=settings.get("max_tokens"), priority=settings.get("priority") or 0
         )
 
-    def _begin(self, live: Live, answer: MessageNode, request: Request, changed: list[MessageNode]) -> None:
-        live.conversation.updated = time()
-        self.store.put(live.conversation, *changed)
-        live.touch(*changed)
+    async def _begin(
+        self, live: Live, answer: MessageNode, request: Request, changed: list[MessageNode], title: str | None = None
+    ) -> None:
+        """Store the messages that are new, then begin to write the answer. What is refused has changed nothing."""
+        conversation = live.conversation
+        title, updated = conversation.title if title is None else title, time()
         live.running[answer.id] = request
+        try:
+            await self._save(live, replace(conversation, title=title, updated=updated), *changed)
+        except BaseException:
+            request.cancel()
+            del live.running[answer.id]
+            raise
+        conversation.title, conversation.updated = title, updated
+        conversation.nodes |= {node.id: node for node in changed}
+        live.touch(*changed)
         task = asyncio.get_running_loop().create_task(self._write(live, answer, request))
         live.tasks.add(task)
         task.add_done_callback(live.tasks.discard)
+
+    async def _save(self, live: Live, conversation: Conversation, *nodes: MessageNode) -> None:
+        """Store a conversation's own row and these of its messages, as they are now."""
+        head, copies = replace(conversation, nodes={}), [node.copy() for node in nodes]
+        async with live.saving:
+            if live.deleted:
+                raise ApiError("the conversation was deleted", 404)
+            await asyncio.to_thread(self.store.put, head, *copies)
 
     async def _write(self, live: Live, answer: MessageNode, request: Request) -> None:
         """Take an answer's pieces into the conversation, to its end."""
@@ -227,9 +258,39 @@ class Keeper:
             answer.status, answer.error = status, wrong
             live.running.pop(answer.id, None)
             if not live.deleted:
-                self.store.put(live.conversation, answer)
+                saved = await self._saved(live, answer)
                 live.grew(answer, blocks)
                 await self.hold(live.conversation, answer)
+                if not saved:
+                    await self._save_later(live, answer)
+
+    async def _saved(self, live: Live, answer: MessageNode) -> bool:
+        """Save an answer. False if it cannot be, which those who watch are told."""
+        try:
+            await self._save(live, live.conversation, answer)
+        except ApiError:  # it was deleted meanwhile
+            return True
+        except (sqlite3.Error, OSError) as error:
+            if answer.id not in live.unsaved:
+                log.warning(
+                    "an answer of conversation %s is not saved, and is tried again: %s", live.conversation.id, error
+                )
+            live.unsaved.add(answer.id)
+            return False
+        live.unsaved.discard(answer.id)
+        return True
+
+    async def _save_later(self, live: Live, answer: MessageNode) -> None:
+        """Save an answer once that can be."""
+        wait, last = FIRST_RETRY, False
+        while not last:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), wait)
+            last = self._closing.is_set()
+            if await self._saved(live, answer):
+                break
+            wait = min(2 * wait, LAST_RETRY)
+        live.touch(answer)
 
     async def _take(self, live: Live, answer: MessageNode, request: Request) -> str:
         """All pieces of an answer. Returns the status that it ended with."""
@@ -260,7 +321,7 @@ class Keeper:
                 answer.logprobs += [(entry.logprob, list(entry.top)) for entry in piece.logprobs or []]
                 show(answer.text[before:])
                 if (now := monotonic()) > due:
-                    self.store.put(live.conversation, answer)
+                    await self._saved(live, answer)
                     due = now + max(SAVED_EVERY, SHARE * (monotonic() - now))
         finally:
             if later is not None:
@@ -284,13 +345,17 @@ class Keeper:
 
     async def hold(self, conversation: Conversation, answer: MessageNode) -> None:
         """Let a session stand at the end of a branch: what going on from there needs then stays in memory."""
-        above = conversation.answer_before(answer)
+        above, record = conversation.answer_before(answer), self.record(conversation, answer)
+        before = [session_name(conversation.id, one.id) for one in (above, answer) if one is not None]
+
+        def move() -> None:
+            for name in before:
+                if (session := self.service.engine.find_session(name)) is not None:
+                    session.close()
+            self.service.engine.new_session(before[-1], record)
+
         try:
-            if above is not None:
-                await asyncio.to_thread(self._close_sessions, session_name(conversation.id, above.id))
-            await asyncio.to_thread(self._close_sessions, session_name(conversation.id, answer.id))
-            record = self.record(conversation, answer)
-            await asyncio.to_thread(self.service.engine.new_session, session_name(conversation.id, answer.id), record)
+            await asyncio.to_thread(move)
         except Exception as error:  # the engine is closing, or the session was made meanwhile; nothing is lost
             log.info("the session of an answer was not made: %s", error)
 
@@ -313,13 +378,15 @@ class Keeper:
         turns = [turn for turn in turns[:-1] if turn.tokens <= len(tokens)]
         return Record(tokens, messages, turns)
 
-    def _close_sessions(self, prefix: str) -> None:
+    def _close_sessions(self, conversation: str) -> None:
         for name in self.service.engine.sessions():
-            if name == prefix or name.startswith(prefix + "."):
-                self.service.engine.session(name).close()
+            found = self.service.engine.find_session(name) if name.startswith(session_name(conversation, "")) else None
+            if found is not None:
+                found.close()
 
     async def close(self) -> None:
         """End the answers that are written as they are, and keep them."""
+        self._closing.set()
         tasks = [task for live in self._open.values() for task in live.tasks]
         for live in self._open.values():
             for request in live.running.values():

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from lmstate.engine import Request
 
 
+UNSAVED = "This answer is not saved yet: the server could not write it, and tries again."
+
+
 @dataclass
 class Shown:
     """A message as HTML blocks, and the version at which it and each block last changed."""
@@ -35,6 +38,8 @@ class Live:
         self.watchers = 0
         self.deleted = False
         self.running: dict[str, Request] = {}
+        self.saving = asyncio.Lock()  # so that of two savings the later one counts
+        self.unsaved: set[str] = set()  # messages that could not be saved yet
         self.tasks: set[asyncio.Task[None]] = set()
         self._shown = {id: Shown(1) for id in conversation.nodes}
         self._changed = asyncio.Event()
@@ -67,8 +72,8 @@ class Live:
 
     def reading(self) -> list[MessageNode]:
         """Answers whose prompt is still being read."""
-        progress = {id: request.progress for id, request in self.running.items()}
-        return [self.conversation.nodes[id] for id, (read, total) in progress.items() if read < total]
+        nodes, progress = self.conversation.nodes, {id: request.progress for id, request in self.running.items()}
+        return [nodes[id] for id, (read, total) in progress.items() if read < total and id in nodes]
 
     async def render(self) -> None:
         """Render what was not yet. Off the loop: an old conversation is long."""
@@ -99,7 +104,7 @@ class Live:
             "parent": node.parent,
             "role": node.role,
             "status": node.status,
-            "error": node.error,
+            "error": node.error or (UNSAVED if node.id in self.unsaved else ""),
             "reasoning": node.reasoning,
             "tokens": len(node.logprobs),
             "usage": node.usage,

@@ -67,13 +67,13 @@ async def create(service: Service, request: Request, body: PageConversation) -> 
     kept = keeper(request)
     settings = settings_of(body) or {}
     kept.params(settings)
-    return json_response({"id": kept.create(title_of(body) or "", settings).conversation.id}, 201)
+    return json_response({"id": (await kept.create(title_of(body) or "", settings)).conversation.id}, 201)
 
 
 async def change(service: Service, request: Request, body: PageConversation) -> ASGIApp:
     """Another `title`, other `settings`."""
     live = await opened(request)
-    keeper(request).change(live, title_of(body), settings_of(body))
+    await keeper(request).change(live, title_of(body), settings_of(body))
     return json_response({"id": live.conversation.id})
 
 
@@ -253,10 +253,7 @@ async def upload(service: Service, request: Request) -> ASGIApp:
     finally:
         await asyncio.to_thread(session.close)
     title = " ".join(nodes[0].text.split())[:60] if nodes else ""
-    live = kept.create(title, {"system": system} if system else {})
-    live.conversation.nodes = {node.id: node for node in nodes}
-    kept.store.put(live.conversation, *nodes)
-    live.touch(*nodes)
+    live = await kept.create(title, {"system": system} if system else {}, nodes)
     if nodes and nodes[-1].role == "assistant":
         await kept.hold(live.conversation, nodes[-1])
     return json_response({"id": live.conversation.id}, 201)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lmstate.serve.answer.messages import Message
@@ -33,6 +33,10 @@ class MessageNode:
     end: int | None = None
     logprobs: list[tuple[float, list[Alternative]]] = field(default_factory=list)
     usage: dict[str, Any] = field(default_factory=dict)
+
+    def copy(self) -> MessageNode:
+        """This message as it is now, for a thread to which the lists of an answer must not grow."""
+        return replace(self, added=[*self.added], logprobs=[*self.logprobs])
 
     def to_dict(self) -> dict[str, Any]:
         return dict(vars(self))

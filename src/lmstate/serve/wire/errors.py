@@ -89,10 +89,18 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(str(error), 400)
     if _disk_is_full(error):
         return ApiError("the server's disk is full: nothing more can be stored there", 507, code="insufficient_storage")
+    if isinstance(error, sqlite3.Error) and _code(error) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        message = "another process holds the server's database; nothing was changed: try again"
+        return ApiError(message, 503, code="store_unreachable", retry_after=2)
     return ApiError("the server failed to answer; its log says why", 500, code="internal_error")
 
 
 def _disk_is_full(error: Exception) -> bool:
     if isinstance(error, sqlite3.Error):
-        return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+        return _code(error) == sqlite3.SQLITE_FULL
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _code(error: sqlite3.Error) -> int:
+    """SQLite's own code; 0 for an error that is not of SQLite itself."""
+    return int(getattr(error, "sqlite_errorcode", 0))

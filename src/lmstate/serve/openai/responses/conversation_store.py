@@ -10,7 +10,7 @@ from threading import Lock
 from time import time
 from typing import Any
 
-from lmstate.serve.wire.database import open_database
+from lmstate.serve.wire.database import Uses, open_database
 from lmstate.serve.wire.ids import new_id
 
 SCHEMA = """
@@ -45,6 +45,7 @@ class ResponseConversations:
     def __init__(self, folder: Path | None, most: int) -> None:
         self._most = most
         self._lock = Lock()
+        self._uses = Uses("conversations")
         self._connection = open_database(folder, "response_conversations.sqlite", SCHEMA)
 
     def create(self, metadata: dict[str, Any], items: Sequence[dict[str, Any]]) -> StoredConversation:
@@ -58,12 +59,14 @@ class ResponseConversations:
         return made
 
     def get(self, id: str) -> StoredConversation | None:
-        with self._lock, self._connection as connection:
-            connection.execute("UPDATE conversations SET used = ? WHERE id = ?", (time(), id))
-            row = connection.execute("SELECT created, metadata, last FROM conversations WHERE id = ?", (id,)).fetchone()
+        with self._lock:
+            row = self._connection.execute(
+                "SELECT created, metadata, last FROM conversations WHERE id = ?", (id,)
+            ).fetchone()
             if row is None:
                 return None
-            found = connection.execute(
+            self._uses.note(id)
+            found = self._connection.execute(
                 "SELECT item FROM conversation_items WHERE conversation = ? ORDER BY position", (id,)
             ).fetchall()
         created, metadata, last = row
@@ -102,6 +105,7 @@ class ResponseConversations:
         (held,) = self._connection.execute("SELECT total(bytes) FROM conversations").fetchone()
         if held <= self._most:
             return
+        self._uses.write(self._connection)
         for id, size in self._connection.execute("SELECT id, bytes FROM conversations ORDER BY used").fetchall():
             if held <= self._most:
                 break

@@ -129,15 +129,18 @@ class ResponseAnswer:
                     yield out
             for out in output.close("completed" if status == "completed" else "incomplete"):
                 yield out
-            await self.keep(status)
+            response = await self.keep(status)
             ending = "completed" if status == "completed" else "incomplete"  # the protocol has no event of a cancel
-            yield output.event(f"response.{ending}", response=self.object(status))
+            yield output.event(f"response.{ending}", response=response)
         except Exception as error:
             log.error("a stream failed", exc_info=error)
             failure = as_api_error(error)
             failed = {**self.object("failed"), "error": {"code": "server_error", "message": failure.message}}
             if self.asked.background:
-                await self.store(failed)
+                try:
+                    await self.store(failed)
+                except sqlite3.Error as refused:
+                    log.error("the response %s could not be stored: %s", self.id, refused)
             yield output.event("response.failed", response=failed)
 
     def status(self) -> str:
@@ -147,26 +150,27 @@ class ResponseAnswer:
             return "cancelled"
         return "completed" if finished in ("eos", "stop") else "incomplete"
 
-    async def keep(self, status: str) -> None:
-        """Remember what was sampled, and store the response unless the client said not to."""
+    async def keep(self, status: str) -> dict[str, Any]:
+        """Remember what was sampled, and store the response unless the client said not to. Returns it as it is told."""
         message = items.answer_message(self.task.answers[0])
         sampled = self.service.remember(self.task, self.task.answers[0], message)
         response = self.object(status)
+        if (conversation := self.asked.conversation) is not None:  # first: if it cannot go on, nothing is stored
+            await asyncio.to_thread(
+                self.kept.conversations.append,
+                conversation.id,
+                [*self.asked.input, *response["output"]],
+                response=self.id if self.asked.store else None,
+                after=len(conversation.items),
+            )
         if self.asked.store:
             instructed = self.asked.body.instructions is not None
             try:
                 await self.store(response, (*self.asked.chat.messages[1 if instructed else 0 :], message), sampled)
-            except sqlite3.Error as error:  # a full disk, say: what was computed is answered all the same
+            except sqlite3.Error as error:  # a full disk, say: what was computed is answered, and said to be not stored
                 log.error("the response %s could not be stored: %s", self.id, error)
-        if (conversation := self.asked.conversation) is not None:
-            added = [*self.asked.input, *response["output"]]
-            await asyncio.to_thread(
-                self.kept.conversations.append,
-                conversation.id,
-                added,
-                response=self.id if self.asked.store else None,
-                after=len(conversation.items),
-            )
+                response["store"] = False
+        return response
 
     async def store(
         self, response: dict[str, Any], messages: tuple[Message, ...] = (), sampled: Sampled | None = None
@@ -250,8 +254,7 @@ async def whole(answer: ResponseAnswer) -> dict[str, Any]:
             output.items.append(items.message_item(new_id("msg_"), content, ended))
         else:
             output.items.append(items.reasoning_item(new_id("rs_"), part.text, ended))
-    await answer.keep(status)
-    return answer.object(status)
+    return await answer.keep(status)
 
 
 async def prepare(service: Service, kept: KeptResponses, body: ResponseBody) -> Asked:

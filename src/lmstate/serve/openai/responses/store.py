@@ -16,7 +16,7 @@ from time import time
 from typing import Any
 
 from lmstate.serve.answer.messages import Call, Message
-from lmstate.serve.wire.database import open_database
+from lmstate.serve.wire.database import Uses, open_database
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
@@ -54,6 +54,7 @@ class ResponseStore:
     def __init__(self, folder: Path | None, most: int) -> None:
         self._most = most
         self._lock = Lock()
+        self._uses = Uses("responses")
         self._connection = open_database(folder, "responses.sqlite", SCHEMA)
 
     def put(self, stored: StoredResponse) -> None:
@@ -63,6 +64,7 @@ class ResponseStore:
         size = 2 * (len(body) + len(items)) + len(messages) + len(tokens)  # items are there once more, by their ids
         row = (stored.id, time(), size, stored.model, body, items, messages, tokens, stored.end, stored.key)
         with self._lock, self._connection as connection:
+            self._uses.write(connection)
             connection.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
             listed = [(item["id"], stored.id, json.dumps(item)) for item in (*stored.input, *stored.body["output"])]
             connection.executemany("INSERT OR REPLACE INTO items VALUES (?, ?, ?)", listed)
@@ -74,13 +76,13 @@ class ResponseStore:
                 held -= count
 
     def get(self, id: str) -> StoredResponse | None:
-        with self._lock, self._connection as connection:
-            row = connection.execute(
+        with self._lock:
+            row = self._connection.execute(
                 "SELECT model, body, input, messages, tokens, end, key FROM responses WHERE id = ?", (id,)
             ).fetchone()
             if row is None:
                 return None
-            connection.execute("UPDATE responses SET used = ? WHERE id = ?", (time(), id))
+            self._uses.note(id)
         model, body, items, messages, tokens, end, key = row
         ids = array("I")
         ids.frombytes(tokens)
