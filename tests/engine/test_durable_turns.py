@@ -8,12 +8,13 @@ import zlib
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from threading import Event
 
 import pytest
 
 import lmstate
-from lmstate.engine import Completion, SessionMoved, StoreUnreachable
-from lmstate.engine.session import Record
+from lmstate.engine import Completion, SessionBusy, SessionMoved, StoreUnreachable
+from lmstate.engine.session import KeyedAnswer, Record
 from lmstate.engine.tiers import Tier, fetch, records
 from lmstate.engine.tiers.folder import OLD_SESSIONS, FolderTier
 from lmstate.engine.tiers.shared import RedisBlobs, SharedTier
@@ -242,3 +243,67 @@ def test_a_damaged_record_is_set_aside_before_another_is_written(part: str, tmp_
     assert told["name"] == "one"
     assert (bytes.fromhex(told[part]).decode() if part == "tokens" else told[part]) == "no such thing"
     assert stored(lambda: FolderTier(tmp_path, "one", 10**9), "one")[0] == 6
+
+
+# ---- turns that are asked for again
+
+
+def test_a_turn_of_a_known_key_is_told_again_and_not_added(tier: Tiers) -> None:
+    def send(engine: lmstate.Engine, key: str | None, *tokens: int) -> Completion:
+        session = engine.session("one")
+        return session.send(list(tokens), max_new_tokens=3, ignore_eos=True, idempotency_key=key).result(GUARD)
+
+    with lmstate.Engine(ours("llama"), store=tier()) as engine:
+        first = send(engine, "a", 5, 6)
+        kept = engine.session("one").tokens
+        assert kept == [5, 6, *first.tokens[0]]
+        for repeat in range(2):
+            again = send(engine, "a", 5, 6)
+            assert (again.tokens, again.finished, again.stored) == (first.tokens, first.finished, True), repeat
+        asked = engine.session("one").send([5, 6], idempotency_key="a")
+        assert asked.prompt == [5, 6] and [piece.tokens for piece in asked] == first.tokens
+        assert engine.session("one").tokens == kept
+    with lmstate.Engine(ours("llama"), store=tier()) as engine, lmstate.Engine(ours("llama"), store=tier()) as other:
+        assert send(engine, "a", 5, 6).tokens == first.tokens
+        second = send(other, "b", 7)
+        assert send(engine, "b", 7).tokens == second.tokens, "another engine answered it"
+        assert engine.session("one").tokens == [*kept, 7, *second.tokens[0]]
+        engine.session("one").undo()
+        assert send(engine, "b", 7).tokens == second.tokens, "an undone turn is made again"
+        assert engine.session("one").generation == 4
+        send(engine, None, 8)
+        assert len(other.session("one").tokens) == len(kept) + 4 + 4
+    with lmstate.Engine(ours("llama")) as engine, pytest.raises(ValueError, match="turns of a session"):
+        engine.submit([5], idempotency_key="a")
+
+
+def test_a_request_of_the_key_that_is_being_answered_is_that_request_and_a_cancelled_one_is_none() -> None:
+    with lmstate.Engine(ours("llama")) as engine:
+        session, holding = engine.session("one"), Event()
+        engine.call(lambda _: holding.wait(GUARD))
+        try:
+            first = session.send([5], max_new_tokens=3, ignore_eos=True, idempotency_key="a")
+            assert session.send([5], max_new_tokens=3, ignore_eos=True, idempotency_key="a") is first
+            with pytest.raises(SessionBusy):
+                session.send([5], idempotency_key="b")
+        finally:
+            holding.set()
+        kept = [5, *first.result(GUARD).tokens[0]]
+        assert session.tokens == kept
+        cut = session.send([6], max_new_tokens=50, ignore_eos=True, idempotency_key="c")
+        next(iter(cut))
+        cut.cancel()
+        if cut.result(GUARD).finished == ["cancelled"]:
+            assert session.tokens == kept
+            whole = session.send([6], max_new_tokens=50, ignore_eos=True, idempotency_key="c").result(GUARD)
+            assert whole.finished == ["length"]
+
+
+def test_a_hostile_answer_makes_a_record_no_session() -> None:
+    record = Record([5, 6, 7], answers=[KeyedAnswer("a", 3, 1, [6, 7], "x", "length")])
+    told = json.loads(record.to_json())
+    assert Record.from_json([5, 6, 7], record.to_json()) == record
+    for change in ({"stop": 4}, {"tokens": [-1]}, {"tokens": 5}, {"finished": "so"}, {"key": None}, {"more": 1}):
+        told["answers"] = [{**vars(record.answers[0]), **change}]
+        with pytest.raises(ValueError, match="answers are told by"):
+            Record.from_json([5, 6, 7], json.dumps(told))

@@ -34,6 +34,7 @@ class Client:
     seen: list[int] = field(default_factory=list)  # tokens of that chat
     responses: list[tuple[str | None, str, dict[str, Any]]] = field(default_factory=list)  # (previous, input, answer)
     kept: list[int] = field(default_factory=list)  # tokens of its session that the server has confirmed
+    asked: tuple[str, dict[str, Any]] | None = None  # (key, body) of a turn whose end was not heard of
     failures: list[str] = field(default_factory=list)
 
     def run(self, url: str) -> None:
@@ -52,8 +53,8 @@ class Client:
                     self.failures.append(f"{error!r} {told}")
                     return
 
-    def post(self, http: httpx.Client, path: str, **body: Any) -> Any:
-        answer = http.post(path, json=body)
+    def post(self, http: httpx.Client, path: str, key: str | None = None, **body: Any) -> Any:
+        answer = http.post(path, json=body, headers={} if key is None else {"Idempotency-Key": key})
         answer.raise_for_status()
         return answer.json()
 
@@ -98,17 +99,22 @@ class Client:
             self.post(http, "/v1/sessions", name=name)
         before = http.get(f"/v1/sessions/{name}").json()["tokens"]
         assert before[: len(self.kept)] == self.kept and len(before) <= len(self.kept) + 16, "a turn is lost"
-        if len(before) > 200:
+        if self.asked is None and len(before) > 200:
             to, self.kept = self.draw.randrange(50), []
             self.post(http, f"/v1/sessions/{name}/rewind", to=to)
             self.kept = before[:to]
             return
-        given = [self.draw.randrange(256) for _ in range(self.draw.randrange(1, 9))]
-        body = {"tokens": given, "max_tokens": self.draw.randrange(1, 9), "temperature": 0, "ignore_eos": True}
-        made = self.post(http, f"/v1/sessions/{name}/send", **body)
-        self.answers.append(([*before, *given], made["tokens"]))
-        self.kept = [*before, *given, *made["tokens"]]
+        if self.asked is None:
+            given = [self.draw.randrange(256) for _ in range(self.draw.randrange(1, 9))]
+            body = {"tokens": given, "max_tokens": self.draw.randrange(1, 9), "temperature": 0, "ignore_eos": True}
+            self.asked = f"key {self.draw.random()}", body
+        key, body = self.asked
+        made = self.post(http, f"/v1/sessions/{name}/send", key=key, **body)
+        asked = [*self.kept, *body["tokens"]]
+        self.answers.append((asked, made["tokens"]))
+        self.kept, self.asked = [*asked, *made["tokens"]], None
         assert made["stored"]
+        assert http.get(f"/v1/sessions/{name}").json()["tokens"] == self.kept, "a turn is there twice, or not at all"
 
     def check(self, model: lmstate.Model, http: httpx.Client) -> None:
         """What was answered is what each request gets alone; what was stored is there, and goes on as it did."""

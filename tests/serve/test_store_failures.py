@@ -118,3 +118,30 @@ def test_a_change_of_a_session_that_moved_is_409_and_changes_nothing(
     assert (session["length"], session["generation"]) == (7, 3)
     assert client.delete("/v1/sessions/s").status_code == 200
     assert other.find_session("s") is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_is_repeated_with_its_key_adds_no_turn(stream: bool, client: httpx.Client) -> None:
+    def send(key: str, **changes: Any) -> Any:
+        body = {**TURN, "stream": stream, **changes}
+        answer = client.post("/v1/sessions/s/send", json=body, headers={"Idempotency-Key": key})
+        assert answer.status_code == 200, answer.text
+        return events(answer.text)[-2][1] if stream else answer.json()
+
+    client.post("/v1/sessions", json={"name": "s"})
+    first, again, other, longer = send("a"), send("a"), send("b"), send("a", tokens=[9])
+    shown = ("tokens", "text", "finish_reason", "length", "generation", "stored")
+    assert [first[key] for key in shown] == [again[key] for key in shown]
+    assert [one["length"] for one in (first, other, longer)] == [5, 10, 14]
+    refused = client.post("/v1/sessions/s/send", json=TURN, headers={"Idempotency-Key": "x" * 300})
+    assert refused.status_code == 400
+
+
+def test_a_turn_with_a_key_goes_on_when_its_client_leaves(client: httpx.Client, server: Running) -> None:
+    client.post("/v1/sessions", json={"name": "s"})
+    body, headers = {**TURN, "max_tokens": 60, "stream": True}, {"Idempotency-Key": "a"}
+    with client.stream("POST", "/v1/sessions/s/send", json=body, headers=headers) as answer:
+        next(answer.iter_bytes())
+    told = events(client.post("/v1/sessions/s/send", json=body, headers=headers).text)
+    assert told[-2][1]["length"] == 62 and len(told[-2][1]["tokens"]) == 60
+    assert client.get("/v1/sessions/s").json()["length"] == 62

@@ -14,7 +14,7 @@ from lmstate.engine.job import Job
 from lmstate.engine.prefix import PrefixStore
 from lmstate.engine.prefix.tree import Node
 from lmstate.engine.results import Completion, SessionMoved, StoreUnreachable
-from lmstate.engine.session import Record, Session, SessionHost
+from lmstate.engine.session import KeyedAnswer, Record, Session, SessionHost
 from lmstate.engine.tiers import SavedSession, Tier
 from lmstate.engine.tiers.fetch import Patience
 from lmstate.engine.tiers.records import Commit, moved
@@ -193,6 +193,8 @@ class Conversations:
         """
         session, request = job.session, job.request
         choice = job.choices[0] if job.choices and job.error is None else None
+        if choice is not None and choice.finished == "cancelled" and job.key is not None:
+            choice = None  # the sender asks again, and gets a whole answer then
         if choice is None or not (choice.tokens or choice.finished in ("eos", "stop", "length")):
             if session is not None:
                 session.give_up()
@@ -206,7 +208,11 @@ class Conversations:
         if session is None:
             request.finish(outcome)
             return
-        record = session.continued_by(tokens, messages)
+        answer = None
+        if job.key is not None and choice.finished is not None:
+            prompt, sampled = len(job.prompt), list(choice.tokens)
+            answer = KeyedAnswer(job.key, len(tokens), prompt, sampled, choice.text, choice.finished)
+        record = session.continued_by(tokens, messages, answer)
         self.hold(session, record)
         if self._tier is None or session.closed:
             session.adopt(record)

@@ -27,10 +27,10 @@ from lmstate.engine.pace import Pace
 from lmstate.engine.prefix.picture import Prefix, picture, prefixes
 from lmstate.engine.queue import Queue
 from lmstate.engine.request import Request
-from lmstate.engine.results import EngineClosed, Reuse
+from lmstate.engine.results import Completion, EngineClosed, Piece, Reuse, Usage
 from lmstate.engine.reuse import PrefixReuse
 from lmstate.engine.scheduler import Scheduler
-from lmstate.engine.session import Record, Session, check_name
+from lmstate.engine.session import KeyedAnswer, Record, Session, check_name
 from lmstate.engine.tiers import Tier, open_tier
 from lmstate.errors import SnapshotError
 from lmstate.generation.params import SamplingParams, sampling_params
@@ -159,6 +159,7 @@ class Engine:
         deadline: float | None = None,
         session: str | Session | None = None,
         itl: float | None = None,
+        idempotency_key: str | None = None,
         **changes: Any,
     ) -> Request:
         """Queue a request: a text, token ids, or chat messages. Returns at once.
@@ -170,6 +171,8 @@ class Engine:
         session   a conversation, or its name, that the prompt goes on with: see `Session.send`
         itl       milliseconds between two tokens of its answers, at most, while other prompts are read; None: as the
                   engine's. Smaller ones make others wait longer for their first token
+        idempotency_key  of a session's turn: if the session has a turn of this key, its answer is returned and no turn
+                  is added; if one is being answered, that request. A turn of a key that is cancelled is not kept
 
         `Request.end_thinking` ends a thinking section at any moment, as `max_thinking_tokens` does.
 
@@ -179,18 +182,42 @@ class Engine:
         """
         params = sampling_params(params, changes)
         params.check(self.model)
-        terms = Terms(params, priority, deadline, itl)
+        terms = Terms(params, priority, deadline, itl, idempotency_key)
         if session is None:
+            if idempotency_key is not None:
+                raise ValueError("an idempotency_key was given; it is for turns of a session")
             messages = [dict(message) for message in prompt] if are_messages(prompt) else []  # the list is the caller's
             return self._queued(self._encoded(prompt), terms, messages, None)
         conversation = session if isinstance(session, Session) else self.session(session)
         conversation.refuse_other(self)
 
         def begin() -> Request:
+            if idempotency_key is not None and (known := conversation.answered(idempotency_key)) is not None:
+                return self._told_again(known, conversation)
             ids, messages = conversation.continued(prompt, self._encoded)
             return self._queued(ids, terms, messages, conversation)
 
-        return conversation.begin(begin)
+        return conversation.begin(begin, idempotency_key)
+
+    def _told_again(self, answer: KeyedAnswer, session: Session) -> Request:
+        """A request that ended with this answer of a session."""
+        request = Request(session.tokens[: answer.prompt], self._wake, delivery := Delivery())
+        request.begin(answer.prompt)
+        request.push(Piece(answer.text, 0, answer.tokens, None, answer.finished))
+        usage = Usage(answer.prompt, answer.prompt, 0, reuse=Reuse(answer.prompt, 0))
+        completion = Completion(
+            texts=[answer.text],
+            tokens=[answer.tokens],
+            certain=[len(answer.tokens)],
+            logprobs=None,
+            prompt_logprobs=None,
+            finished=[answer.finished],
+            stopped_by=[None],
+            usage=usage,
+            stored=None if self._tier is None else session.generation > 0 and not self.unstored,
+        )
+        request.finish(completion, delivery)
+        return request
 
     def _encoded(self, prompt: Any) -> list[int]:
         return prompt_ids(self.model, prompt, self._replay)

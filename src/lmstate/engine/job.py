@@ -34,13 +34,14 @@ MAX_PRIORITY = 2**31
 
 @dataclass(frozen=True)
 class Terms:
-    """The demands of a request: its answers' parameters, its priority, its deadline in seconds, and the most
-    milliseconds between two of its tokens while others' prompts are read."""
+    """The demands of a request: its answers' parameters, its priority, its deadline in seconds, the most milliseconds
+    between two of its tokens while others' prompts are read, and its idempotency key."""
 
     params: SamplingParams
     priority: int = 0
     deadline: float | None = None
     itl: float | None = None
+    key: str | None = None
 
     def __post_init__(self) -> None:
         priority, deadline = whole_number(self.priority, "priority"), self.deadline
@@ -48,6 +49,8 @@ class Terms:
             raise ValueError(f"priority is {priority}; it must be {-MAX_PRIORITY} or more, at most {MAX_PRIORITY}")
         if deadline is not None and not 0 < real_number(deadline, "deadline") < math.inf:
             raise ValueError(f"deadline is {deadline!r}; it must be a number of seconds above 0, or None")
+        if self.key is not None and not (isinstance(self.key, str) and self.key):
+            raise ValueError(f"idempotency_key is {self.key!r:.80}; it must be a text that is not empty, or None")
         if self.itl is not None and not 0 < real_number(self.itl, "itl") < math.inf:
             raise ValueError(f"itl is {self.itl!r}; it must be a number of milliseconds above 0, or None")
 
@@ -68,6 +71,7 @@ class Job:
         self.text = array("q", self.prompt)  # the same, to be compared
         self.params, self.priority, self.deadline = terms.params, terms.priority, terms.deadline
         self.itl = None if terms.itl is None else terms.itl / 1000  # seconds
+        self.key = terms.key
         self.order = order
         self.messages = messages  # that the prompt was made of, if it was
         self.session = session

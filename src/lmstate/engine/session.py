@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 from uuid import uuid4
 
 from lmstate.engine.options import are_messages
@@ -17,11 +17,13 @@ from lmstate.engine.request import Request
 from lmstate.engine.results import EngineError, StoreUnreachable
 from lmstate.engine.tiers.records import CHANGES, SavedSession
 from lmstate.errors import RewindError, StateError
+from lmstate.generation.row import Finish
 from lmstate.state.validate import whole_number
 from lmstate.text.nesting import refuse_deep
 
 MARKS = 64
 UNDOS = 64
+ANSWERS = 8  # to requests with idempotency keys, that a session knows
 
 Message = Mapping[str, Any]
 
@@ -38,6 +40,31 @@ class Moment:
     messages: int
 
 
+@dataclass(frozen=True)
+class KeyedAnswer:
+    """The answer of a turn whose request had an idempotency key: for a sender who did not hear of it."""
+
+    key: str
+    stop: int  # tokens of the session after the turn
+    prompt: int  # tokens before the answer
+    tokens: list[int]  # as they were sampled
+    text: str
+    finished: Finish
+
+    @staticmethod
+    def from_json(told: Any, length: int) -> KeyedAnswer:
+        """Of a session of so many tokens. Raises ValueError for what is none."""
+        try:
+            answer = KeyedAnswer(**told)
+            sound = 0 <= answer.stop <= length and answer.prompt >= 0 and answer.finished in get_args(Finish)
+            sound = sound and isinstance(answer.key, str) and isinstance(answer.text, str)
+            if sound and all(type(token) is int and token >= 0 for token in answer.tokens):
+                return answer
+        except TypeError:
+            pass
+        raise ValueError("a session's answers are told by key, stop, prompt, tokens, text and finished")
+
+
 @dataclass
 class Record:
     """All of a session that outlives the engine."""
@@ -46,22 +73,28 @@ class Record:
     messages: list[dict[str, Any]] = field(default_factory=list)
     turns: list[Moment] = field(default_factory=list)  # before each request, for `undo`
     marks: list[Moment] = field(default_factory=list)
+    answers: list[KeyedAnswer] = field(default_factory=list)
 
     def moment(self) -> Moment:
         return Moment(len(self.tokens), len(self.messages))
 
     def copy(self) -> Record:
-        return Record(list(self.tokens), list(self.messages), list(self.turns), list(self.marks))
+        lists = (self.tokens, self.messages, self.turns, self.marks, self.answers)
+        return Record(*(list(part) for part in lists))  # type: ignore[arg-type]
 
     def back(self, to: Moment) -> None:
         del self.tokens[to.tokens :]
         del self.messages[to.messages :]
         self.turns = [turn for turn in self.turns if turn.tokens <= to.tokens and turn.messages <= to.messages]
         self.marks = [mark for mark in self.marks if mark.tokens <= to.tokens and mark.messages <= to.messages]
+        self.answers = [answer for answer in self.answers if answer.stop <= to.tokens]
 
     def to_json(self) -> str:
         turns, marks = ([[at.tokens, at.messages] for at in moments] for moments in (self.turns, self.marks))
-        return json.dumps({"messages": self.messages, "turns": turns, "marks": marks}, default=str)
+        told = {"messages": self.messages, "turns": turns, "marks": marks}
+        if self.answers:
+            told["answers"] = [vars(answer) for answer in self.answers]
+        return json.dumps(told, default=str)
 
     @staticmethod
     def from_json(tokens: list[int], text: str) -> Record:
@@ -79,7 +112,10 @@ class Record:
         if not all(_places(at, len(tokens), len(messages)) for at in (*told["turns"], *told["marks"])):
             raise ValueError("a session's turns and marks lie in its tokens and messages")
         turns, marks = ([Moment(*at) for at in told[key]] for key in ("turns", "marks"))
-        return Record(tokens, messages, turns[-UNDOS:], marks[-MARKS:])
+        if not isinstance(answers := told.get("answers", []), list):
+            raise ValueError("a session's answers are a list")
+        known = [KeyedAnswer.from_json(answer, len(tokens)) for answer in answers[-ANSWERS:]]
+        return Record(tokens, messages, turns[-UNDOS:], marks[-MARKS:], known)
 
 
 def _places(values: object, *lengths: int) -> bool:
@@ -134,6 +170,7 @@ class Session:
         self._record = record
         self._lock = Lock()
         self._running: Request | None = None
+        self._running_key: str | None = None
         self._closed = False
         self._writer = uuid4().hex
         self._written = 0  # changes that were given ids
@@ -239,12 +276,16 @@ class Session:
             return encode(whole), whole
         return [*record.tokens, *encode(prompt)], []
 
-    def begin(self, make: Callable[[], Request]) -> Request:
-        """Let `make` begin a request. Raises `SessionBusy` while another runs."""
+    def begin(self, make: Callable[[], Request], key: str | None = None) -> Request:
+        """Let `make` begin a request. Raises `SessionBusy` while another runs, unless it has the same key."""
         with self._lock:
+            running = self._running
+            same = key is not None and key == self._running_key
+            if same and running is not None and not (running.done or running.cancelled):
+                return running
             self._refuse_busy()
             self._refresh()
-            self._running = request = make()
+            self._running, self._running_key = (request := make()), key
             if request.done:  # the engine was faster than this line
                 self._running = None
             return request
@@ -259,7 +300,13 @@ class Session:
                 self._closed = True
                 raise
 
-    def continued_by(self, tokens: list[int], messages: list[dict[str, Any]]) -> Record:
+    def answered(self, key: str) -> KeyedAnswer | None:
+        """The answer of a turn of this key, if the conversation has it."""
+        return next((answer for answer in self._record.answers if answer.key == key), None)
+
+    def continued_by(
+        self, tokens: list[int], messages: list[dict[str, Any]], answer: KeyedAnswer | None = None
+    ) -> Record:
         """The record as it is after a turn that ended with these."""
         record = self._record.copy()
         same = common(record.tokens, tokens)
@@ -269,6 +316,8 @@ class Session:
             before = Moment(same, min(len(record.messages), len(messages)))
             record.turns = [*(turn for turn in record.turns if turn.tokens < same), before][-UNDOS:]
         record.marks = [mark for mark in record.marks if mark.tokens <= same and mark.messages <= len(messages)]
+        answers = [known for known in record.answers if known.stop <= same]
+        record.answers = [*answers, *([] if answer is None else [answer])][-ANSWERS:]
         record.tokens, record.messages = tokens, messages
         return record
 

@@ -21,7 +21,7 @@ from lmstate.engine.results import EngineError
 from lmstate.engine.session import Record
 from lmstate.errors import StateError
 from lmstate.serve.answer.answers import usage_details
-from lmstate.serve.answer.handlers import json_response, log
+from lmstate.serve.answer.handlers import idempotency_key, json_response, log
 from lmstate.serve.answer.sampling import check_ids, sampling_params, stops
 from lmstate.serve.answer.service import Service
 from lmstate.serve.openai.chat import read_chat
@@ -169,6 +169,7 @@ async def send(service: Service, request: Request, body: SendBody) -> ASGIApp:
         grammar = await unless_gone(
             request.receive, service.grammars.compile_checked(constraint.lark, constraint.param)
         )
+    key = idempotency_key(request, body)
     started = await submitted(
         partial(
             service.submit,
@@ -177,28 +178,35 @@ async def send(service: Service, request: Request, body: SendBody) -> ASGIApp:
             max_new_tokens=body.max_tokens,
             priority=body.priority or 0,
             session=session,
-            length=len(session.tokens) + count,
+            length=0 if key is not None and session.answered(key) else len(session.tokens) + count,
+            idempotency_key=key,
         )
     )
+    # A client that gave a key asks again: it finds the turn then.
+    leave = started.cancel if key is None else nothing
     if body.stream:
         settings = service.settings
         return EventStream(
-            pieces(session, started),
+            pieces(session, started, leave),
             lambda: comment("prompt {}/{}".format(*started.progress)),
             settings.ping_interval,
             settings.write_timeout,
             {},
-            closed=started.cancel,
+            closed=leave,
         )
     try:
         completion = await unless_gone(request.receive, started.wait())
     finally:
-        started.cancel()
+        leave()
     return json_response(answered(session, completion))
 
 
-async def pieces(session: Session, request: EngineRequest) -> AsyncIterator[bytes]:
-    """The stream of an answer: text and tokens as they come, then the whole."""
+def nothing() -> None:
+    """What is done when a client that gave an idempotency key leaves."""
+
+
+async def pieces(session: Session, request: EngineRequest, leave: Callable[[], None]) -> AsyncIterator[bytes]:
+    """The stream of an answer: text and tokens as they come, then the whole. `leave` is called at its end."""
     try:
         async for piece in request:
             yield data({"object": "session.piece", "text": piece.text, "tokens": piece.tokens})
@@ -209,7 +217,7 @@ async def pieces(session: Session, request: EngineRequest) -> AsyncIterator[byte
             log.error("a stream failed", exc_info=error)
         yield data(as_api_error(error).openai())
     finally:
-        request.cancel()
+        leave()
 
 
 async def submitted(submit: Callable[[], EngineRequest]) -> EngineRequest:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+import msgspec
+from msgspec import Struct
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -45,6 +48,18 @@ def endpoint(handler: Handler, path: str, form: type[Any] | None = None) -> Endp
         return answer
 
     return run
+
+
+def idempotency_key(request: Request, body: Struct) -> str | None:
+    """A name for this request and all that repeat it: of its header `Idempotency-Key` and its body."""
+    given = request.headers.get("idempotency-key")
+    if given is None:
+        return None
+    if not 1 <= len(given) <= 255:
+        raise ApiError("an Idempotency-Key has 1 to 255 characters", param="Idempotency-Key")
+    caller = request.headers.get("authorization", "") + request.headers.get("x-api-key", "")
+    told = "\0".join((caller, request.url.path, given)).encode()
+    return hashlib.sha256(told + b"\0" + msgspec.json.encode(body)).hexdigest()
 
 
 def error_response(error: Exception, path: str) -> Response:

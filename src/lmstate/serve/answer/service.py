@@ -144,10 +144,12 @@ class Service:
         priority: int = 0,
         session: Session | None = None,
         length: int | None = None,
+        idempotency_key: str | None = None,
     ) -> Request:
         """Queue a request, its length cut to the context. Raises `ApiError`.
 
-        `prompt` is token ids, or what a `session` goes on with; then `length` is how many tokens it comes to.
+        `prompt` is token ids, or what a `session` goes on with; then `length` is how many tokens it comes to, and
+        `idempotency_key` names the turn.
         """
         if self.draining:
             raise ApiError("the server is shutting down", 503, code="shutting_down", retry_after=5)
@@ -167,6 +169,7 @@ class Service:
                 priority=min(priority, self.settings.max_priority),
                 deadline=self.settings.request_timeout,
                 session=session,
+                idempotency_key=idempotency_key,
             )
         except (StateError, EngineError) as error:
             raise as_api_error(error) from None
