@@ -35,7 +35,7 @@ def test_the_curl_lines_answer(tmp_path: Path) -> None:
     settings = Settings("smollm2", port=0)
     with Engine(lmstate.load(str(smollm2())), rows=2) as engine, running(engine, settings) as server:
         for line in lines:
-            arguments = shlex.split(line.replace("$BASE", server.url))
+            arguments = shlex.split(line.replace("$BASE", server.url), comments=True)
             assert arguments[0] == "curl"
             made = subprocess.run(
                 [*arguments, "--silent", "--show-error", "--fail-with-body", "--max-time", "600"],

@@ -614,7 +614,7 @@ def test_what_counts_from_the_start_is_a_counter(tiny_model: lmstate.Model, tmp_
         assert tier is not None
         counts = {**engine._scheduler.counts, **engine._drafting.counts}
         counts |= {f"prefixes_{name}": 0 for name in engine._reuse.prefixes.counts}
-        counts |= {f"{tier.name}_{name}": 0 for name in tier.counts}
+        counts |= {f"{tier.name}_{name}": 0 for name in tier.counts} | {"session_failures": 0}
         del counts["draft_seconds_saved"]  # which drafts that do not hold take back
         text, stats = Metrics(engine, "m").text().decode(), engine.stats()
     kinds = dict(re.findall(r"^# TYPE lmstate:(\S+) (\S+)$", text, re.MULTILINE))

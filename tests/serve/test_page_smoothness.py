@@ -50,7 +50,7 @@ WATCH = """() => {
 
 async def fill(keeper: Keeper) -> tuple[str, MessageNode]:
     """A conversation of many messages; its last answer, which is being written."""
-    live = keeper.create("Long", {})
+    live = await keeper.create("Long", {})
     nodes: list[MessageNode] = []
     for at in range(MESSAGES):
         role = "assistant" if at % 2 else "user"

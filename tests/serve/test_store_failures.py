@@ -145,3 +145,21 @@ def test_a_turn_with_a_key_goes_on_when_its_client_leaves(client: httpx.Client, 
     told = events(client.post("/v1/sessions/s/send", json=body, headers=headers).text)
     assert told[-2][1]["length"] == 62 and len(told[-2][1]["tokens"]) == 60
     assert client.get("/v1/sessions/s").json()["length"] == 62
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_that_is_asked_for_again_with_its_key_is_the_same(stream: bool, client: httpx.Client) -> None:
+    conversation = client.post("/v1/conversations", json={}).json()["id"]
+
+    def ask(key: str, **changes: Any) -> dict[str, Any]:
+        body = {"model": "tiny", "input": "Hello", "max_output_tokens": 3, "stream": stream, **changes}
+        answer = client.post("/v1/responses", json=body, headers={"Idempotency-Key": key})
+        assert answer.status_code == 200, answer.text
+        return events(answer.text)[-1][1]["response"] if stream else answer.json()
+
+    first = ask("a", conversation=conversation)
+    assert ask("a", conversation=conversation) == first
+    assert len(client.get(f"/v1/conversations/{conversation}/items").json()["data"]) == 2
+    assert ask("b", conversation=conversation)["id"] != first["id"] != ask("a", input="Else")["id"]
+    assert len(client.get(f"/v1/conversations/{conversation}/items").json()["data"]) == 4
+    assert ask("c", store=False)["id"] != ask("c", store=False)["id"]

@@ -27,7 +27,7 @@ LOG = logging.getLogger(__name__)
 
 
 class Conversations:
-    """What stands before `hold` is for any thread, the rest is for the engine's."""
+    """Sessions by name. The methods before `hold` are for any thread, the others for the engine's."""
 
     def __init__(
         self, model: Model, prefixes: PrefixStore, replay: Replay, tier: Tier | None, *, durable: bool = True

@@ -179,7 +179,7 @@ class Session:
 
     @property
     def generation(self) -> int:
-        """How many changes of the session the store has confirmed, by all processes; 0 without a store."""
+        """Number of the session's changes that the store has confirmed, by all processes; 0 without a store."""
         return self._generation
 
     @property

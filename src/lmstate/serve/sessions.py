@@ -202,7 +202,7 @@ async def send(service: Service, request: Request, body: SendBody) -> ASGIApp:
 
 
 def nothing() -> None:
-    """What is done when a client that gave an idempotency key leaves."""
+    """Do nothing when a client that gave an idempotency key leaves."""
 
 
 async def pieces(session: Session, request: EngineRequest, leave: Callable[[], None]) -> AsyncIterator[bytes]:

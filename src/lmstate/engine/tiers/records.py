@@ -42,7 +42,7 @@ class SavedSession:
 
     @property
     def writer(self) -> str:
-        """Who committed it."""
+        """The session object that committed it, by a random name."""
         return self.change.partition(".")[0]
 
     def after(self, there: SavedSession) -> SavedSession:

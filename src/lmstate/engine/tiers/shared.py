@@ -311,7 +311,7 @@ class SharedTier(Tier):
         return None if found is None else found[0]
 
     def _saved(self, place: str, generation: int, data: bytes) -> SavedSession | None:
-        """What a record says; None for one that is closed, or damaged."""
+        """The session of a record; None for one that is closed, or damaged."""
         if not data:
             return None
         try:

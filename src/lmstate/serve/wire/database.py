@@ -10,7 +10,7 @@ from lmstate.files.sqlite_schema import unusable
 
 
 class Uses:
-    """When rows of a table were last read. It is written along with other changes: reading waits for no lock."""
+    """The times at which rows were last read, written along with other changes: reading waits for no lock."""
 
     def __init__(self, table: str) -> None:
         self._table = table

@@ -23,6 +23,7 @@ RENAMED = {"waiting": "num_requests_waiting", "decoding": "num_requests_running"
 GAUGES = frozenset(
     {
         "waiting", "reading", "decoding", "set_aside", "row_bytes", "row_bytes_peak", "prefix_bytes",
+        "sessions_unstored",
         "draft_seconds_saved",
     }
 )  # fmt: skip

@@ -79,10 +79,11 @@ class ResponseConversations:
     def append(
         self, id: str, items: Sequence[dict[str, Any]], *, response: str | None = None, after: int | None = None
     ) -> None:
-        """Add items. `response` is the one that they end with, if it was made of the first `after` items."""
+        """Add items, unless `response` has added them. It is the one that they end with, if it was made of the first
+        `after` items."""
         with self._lock, self._connection as connection:
-            (known,) = connection.execute("SELECT count(*) FROM conversations WHERE id = ?", (id,)).fetchone()
-            if not known:
+            row = connection.execute("SELECT last FROM conversations WHERE id = ?", (id,)).fetchone()
+            if row is None or (response is not None and row[0] == response):
                 return
             (count,) = connection.execute(
                 "SELECT count(*) FROM conversation_items WHERE conversation = ?", (id,)

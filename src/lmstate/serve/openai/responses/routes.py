@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from lmstate.serve.answer.answers import AnsweredCall, Passage, usage_details
-from lmstate.serve.answer.handlers import json_response, log
+from lmstate.serve.answer.handlers import idempotency_key, json_response, log
 from lmstate.serve.answer.messages import Chat, Message
 from lmstate.serve.answer.sampling import sampling_params, stops
 from lmstate.serve.answer.service import ChatTask, Constraint, Service, ToolUse
@@ -35,7 +35,10 @@ from lmstate.serve.wire.body import wrong
 from lmstate.serve.wire.errors import ApiError, as_api_error
 from lmstate.serve.wire.ids import new_id
 from lmstate.serve.wire.schema.responses import ResponseBody, TextOptions
+from lmstate.serve.wire.sse import EventStream, comment
 from lmstate.text.replay import Sampled
+
+ENDINGS = {"completed": "completed", "failed": "failed"}  # events that end a stream; the protocol has none of a cancel
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class ResponseAnswer:
     kept: KeptResponses
     task: ChatTask
     asked: Asked
-    id: str = field(default_factory=lambda: new_id("resp_"))
+    id: str
     output: Output = field(default_factory=Output)
 
     def object(self, status: str) -> dict[str, Any]:
@@ -130,8 +133,7 @@ class ResponseAnswer:
             for out in output.close("completed" if status == "completed" else "incomplete"):
                 yield out
             response = await self.keep(status)
-            ending = "completed" if status == "completed" else "incomplete"  # the protocol has no event of a cancel
-            yield output.event(f"response.{ending}", response=response)
+            yield output.event(f"response.{ENDINGS.get(status, 'incomplete')}", response=response)
         except Exception as error:
             log.error("a stream failed", exc_info=error)
             failure = as_api_error(error)
@@ -205,7 +207,11 @@ def shown_text(given: TextOptions | None) -> dict[str, Any]:
 
 async def create_response(service: Service, request: Request, body: ResponseBody) -> ASGIApp:
     service.settings.check_model(body.model)
-    kept = kept_responses(request)
+    kept, id = kept_responses(request), new_id("resp_")
+    if (key := idempotency_key(request, body)) is not None and body.store is not False:
+        id = f"resp_{key[:48]}"  # the request that is repeated finds its response by it
+        if (told := await told_again(service, kept, body, id)) is not None:
+            return told
     asked = await prepare(service, kept, body)
     include = [body.include] if isinstance(body.include, str) else body.include or []
     wants_logprobs = bool(body.top_logprobs) or "message.output_text.logprobs" in include
@@ -223,7 +229,7 @@ async def create_response(service: Service, request: Request, body: ResponseBody
         constraint=asked.constraint,
         tokens=await asyncio.to_thread(exact_tokens, service, asked),
     )
-    answer = ResponseAnswer(service, kept, task, asked, output=Output(asked.use.tools))
+    answer = ResponseAnswer(service, kept, task, asked, id, Output(asked.use.tools))
     if asked.background:
         try:
             await answer.store(answer.object("queued"))  # so that one which a kill ends is known to have been
@@ -237,6 +243,25 @@ async def create_response(service: Service, request: Request, body: ResponseBody
         return event_stream(service, task, answer.events())
     await task.finished()
     return json_response(await whole(answer))
+
+
+async def told_again(service: Service, kept: KeptResponses, body: ResponseBody, id: str) -> ASGIApp | None:
+    """A response that was asked for before; None if it was not, or a kill ended it."""
+    if (live := kept.background.running(id)) is not None:
+        return followed(service, live) if body.stream else json_response(live.shown())
+    stored = await asyncio.to_thread(kept.responses.get, id)
+    if stored is None or not stored.ended:
+        return None
+    if not body.stream:
+        return json_response(stored.body)
+
+    async def events() -> AsyncIterator[bytes]:
+        output, status = Output(), stored.body["status"]
+        yield output.event("response.created", response={**stored.body, "status": "in_progress", "output": []})
+        yield output.event(f"response.{ENDINGS.get(status, 'incomplete')}", response=stored.body)
+
+    settings = service.settings
+    return EventStream(events(), lambda: comment("ping"), settings.ping_interval, settings.write_timeout, {})
 
 
 async def whole(answer: ResponseAnswer) -> dict[str, Any]:
