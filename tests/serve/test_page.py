@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import tempfile
 import tomllib
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -295,7 +296,9 @@ def test_a_branch_as_a_file_is_the_branch_elsewhere(client: httpx.Client) -> Non
     assert kept["text"] == moved["text"]
     assert kept["usage"]["prompt"] == moved["usage"]["prompt"]
     assert [one["id"] for one in tokens(client, other, nodes[1]["id"])] == []  # probabilities stay behind
-    assert client.post("/page/upload", content=b"nonsense").status_code == 400
+    refused = client.post("/page/upload", content=b"nonsense")
+    assert refused.status_code == 400
+    assert tempfile.gettempdir() not in refused.text
 
 
 def test_what_is_refused_changes_nothing(client: httpx.Client) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import tempfile
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -124,15 +125,8 @@ async def download(service: Service, request: Request) -> ASGIApp:
 async def upload(service: Service, request: Request) -> ASGIApp:
     """A session from such a file; the path names it."""
     name = checked_name(request.path_params["name"])
-    path = temporary()
-    try:
-        await receive_file(service, request, path)
+    async with received(service, request) as path:
         session = await begun(service, name, lambda: service.engine.load_session(name, path))
-    except ApiError as error:  # our name for the file says nothing to a client
-        error.message = error.message.replace(str(path), "the file")
-        raise
-    finally:
-        path.unlink(missing_ok=True)
     return json_response(shown(session), 201)
 
 
@@ -306,7 +300,21 @@ async def begun(service: Service, name: str, make: Callable[[], Session]) -> Ses
         raise ApiError(message, 409, param="name") from None
 
 
-async def receive_file(service: Service, request: Request, path: Path) -> None:
+@asynccontextmanager
+async def received(service: Service, request: Request) -> AsyncIterator[Path]:
+    """The file that a request uploads, for as long as it is read. Raises `ApiError`, which does not name its place."""
+    path = temporary()
+    try:
+        await _receive(service, request, path)
+        yield path
+    except ApiError as error:
+        error.message = error.message.replace(str(path), "the file")
+        raise
+    finally:
+        path.unlink(missing_ok=True)
+
+
+async def _receive(service: Service, request: Request, path: Path) -> None:
     """The body of a request into a file, within limits: it may take long, as long as more of it comes."""
     size, most, patience = 0, service.settings.max_snapshot, service.settings.body_timeout
     try:

@@ -22,7 +22,7 @@ from lmstate.serve.answer.service import Service
 from lmstate.serve.conversations.keeper import Keeper, session_name
 from lmstate.serve.conversations.live import Live
 from lmstate.serve.conversations.tree import Conversation, MessageNode
-from lmstate.serve.sessions import done, receive_file, temporary
+from lmstate.serve.sessions import done, received, temporary
 from lmstate.serve.wire.body import wrong
 from lmstate.serve.wire.errors import ApiError
 from lmstate.serve.wire.ids import new_id
@@ -242,12 +242,9 @@ async def download(service: Service, request: Request) -> ASGIApp:
 
 async def upload(service: Service, request: Request) -> ASGIApp:
     """A conversation from such a file."""
-    kept, path, name = keeper(request), temporary(), new_id("upload_")
-    try:
-        await receive_file(service, request, path)
+    kept, name = keeper(request), new_id("upload_")
+    async with received(service, request) as path:
         session = await done(lambda: service.engine.load_session(name, path))
-    finally:
-        path.unlink(missing_ok=True)
     try:
         nodes, system = nodes_of(session)
     finally:
