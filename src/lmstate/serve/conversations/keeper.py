@@ -253,12 +253,12 @@ class Keeper:
             status, wrong = "failed", as_api_error(error).message
         finally:
             request.cancel()
-            # Rendered before its end is told: who sees that it ended sees all of it.
+            # Rendered and stored before its end is told: who sees that it ended sees all of it.
             blocks = await asyncio.to_thread(render_blocks, answer.text)
+            saved = live.deleted or await self._saved(live, replace(answer, status=status, error=wrong))
             answer.status, answer.error = status, wrong
             live.running.pop(answer.id, None)
             if not live.deleted:
-                saved = await self._saved(live, answer)
                 live.grew(answer, blocks)
                 await self.hold(live.conversation, answer)
                 if not saved:
