@@ -17,15 +17,8 @@ import lmstate
 from lmstate.errors import ModelError
 from tests.zoo import randomize
 from tests.zoo import text as ids
+from tests.zoo.small import tower
 
-# Whatever of these a tower's config knows, it gets: towers are built to be left out.
-SMALL: dict[str, Any] = {
-    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "head_dim": 8, "num_heads": 2, "attention_heads": 2, "depth": 1, "num_layers": 1,
-    "image_size": 28, "patch_size": 14, "out_hidden_size": 48, "projection_dim": 16, "vocab_size": 20,
-    "base_channels": 32, "latent_channels": 8, "num_filters": 2, "n_filters": 2, "embed_dim": 16,
-    "mlp_dim": 16, "num_embeddings": 20,
-}  # fmt: skip
 SPEECH = {
     "d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "output_dim": 48,
     "downsample_hidden_size": 16, "n_window": 4,
@@ -69,19 +62,12 @@ WRAPPERS = {
 }
 
 
-def small(config: Any) -> Any:
-    """A tower's config of the same class, as small as its class lets it be."""
-    known = config.to_dict()
-    changes = {name: value for name, value in SMALL.items() if type(known.get(name)) is type(value)}
-    return type(config)(**changes)
-
-
 def wrapper(name: str, text: str, tied: bool) -> Any:
     """A wrapper of transformers with small towers and random weights."""
     own = getattr(transformers, f"{name}Config")
     default = own()
     parts = {
-        part: small(value)
+        part: tower(value)
         for part, value in vars(default).items()
         if part != "text_config" and isinstance(value, transformers.PretrainedConfig)
     }
@@ -121,12 +107,12 @@ def omni(name: str) -> Any:
     text = getattr(configs, f"{name}TextConfig")(**TEXT, **rope, **(experts if name == "Qwen3OmniMoe" else {}))
     default = own()
     towers = {
-        part: small(value).to_dict()
+        part: tower(value).to_dict()
         for part, value in vars(default).items()
         if part != "text_config" and isinstance(value, transformers.PretrainedConfig)
     }
-    for tower in towers.values():
-        tower |= {name: size for name, size in SPEECH.items() if name in tower}
+    for part in towers.values():
+        part |= {name: size for name, size in SPEECH.items() if name in part}
     marks = {part: 98 for part in default.to_dict() if part.endswith(("token_id", "token_index"))}
     made = import_module(f"transformers.models.{module}.modeling_{module}")
     torch.manual_seed(0)

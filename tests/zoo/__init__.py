@@ -20,20 +20,33 @@ from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_source
 from lmstate.models.families import build
 
-KINDS = ("llama_like", "dense", "windows", "shared", "latent", "experts", "delta", "ssm", "conv", "linear")
+KINDS = (
+    "llama_like",
+    "dense",
+    "windows",
+    "shared",
+    "latent",
+    "experts",
+    "delta",
+    "ssm",
+    "conv",
+    "linear",
+    "text_parts",
+)
 VOCAB = 99
 
 Make = Callable[[], Any]
 CASES: dict[str, Make] = {}
 for kind in KINDS:
     CASES.update(import_module(f"tests.zoo.{kind}").CASES)
+TEXT_PARTS = import_module("tests.zoo.text_parts").CASES  # the layers of other cases, in wrappers
 
 # What the suite runs where only the soak runs all: a case of each family, and its variants that keep another state.
 OWN_STATE = (
     "", "dynamic", "longrope", "window", "windows", "pattern", "full", "interleaved", "deep", "shared", "streams",
     "short", "adapters", "latent", "attention", "gate-last",
 )  # fmt: skip
-SAMPLE = tuple(case for case in CASES if case.partition("-")[2] in OWN_STATE)
+SAMPLE = tuple(case for case in CASES if case.partition("-")[2] in OWN_STATE and case not in TEXT_PARTS)
 
 
 def randomize(model: torch.nn.Module, seed: int = 0) -> None:

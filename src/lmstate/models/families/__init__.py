@@ -35,12 +35,15 @@ FAMILIES = {
     "cohere2_moe": "cohere2_moe",
     "cwm": "mistral",
     "dbrx": "dbrx",
+    "deepseek": "deepseek_moe",
+    "deepseek_ocr2_text": "deepseek_moe",
     "deepseek_v2": "deepseek",
     "deepseek_v3": "deepseek",
     "diffllama": "diffllama",
     "dots1": "dots1",
     "ernie4_5": "llama",
     "ernie4_5_moe": "ernie4_5_moe",
+    "ernie4_5_vl_moe_text": "ernie4_5_moe",
     "exaone": "exaone",
     "exaone4": "exaone4",
     "exaone_moe": "exaone_moe",
@@ -59,6 +62,9 @@ FAMILIES = {
     "glm4": "glm",
     "glm4_moe": "glm4_moe",
     "glm4_moe_lite": "deepseek",
+    "glm4v_moe_text": "glm4_moe",
+    "glm4v_text": "glm",
+    "glm_ocr_text": "glm",
     "gpt2": "gpt2",
     "gpt_bigcode": "gpt_bigcode",
     "gpt_neo": "gpt_neo",
@@ -66,6 +72,8 @@ FAMILIES = {
     "gpt_oss": "gpt_oss",
     "gptj": "gptj",
     "granite": "granite",
+    "granite4_vision_text": "granite",
+    "granite_docling_text": "granite",
     "granite_swa": "granite_swa",
     "granitemoe": "granite",
     "granitemoe_swa": "granite_swa",
@@ -74,6 +82,7 @@ FAMILIES = {
     "helium": "llama",
     "hunyuan_v1_dense": "hunyuan",
     "hunyuan_v1_moe": "hunyuan",
+    "hunyuan_vl_text": "hunyuan",
     "hy_v3": "hy_v3",
     "hyperclovax": "hyperclovax",
     "internlm3": "llama",
@@ -116,6 +125,7 @@ FAMILIES = {
     "olmo_hybrid": "olmo_hybrid",
     "olmoe": "olmoe",
     "opt": "opt",
+    "paddleocr_vl_text": "llama",
     "persimmon": "persimmon",
     "phi": "phi",
     "phi3": "phi3",
@@ -151,7 +161,12 @@ FAMILIES = {
 }
 
 # Whose first checkpoints hold what is the text model's in the config itself -> the text model's own type.
-FLAT = {"qwen2_5_vl": "qwen2_5_vl_text", "qwen2_vl": "qwen2_vl_text"}
+FLAT = {
+    "hunyuan_vl": "hunyuan_vl_text",
+    "paddleocr_vl": "paddleocr_vl_text",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen2_vl": "qwen2_vl_text",
+}
 
 
 def build(w: WeightLoader) -> Model:

@@ -61,6 +61,8 @@ DEFAULTS: b.Defaults = {
     },
 }
 
+BEFORE_V3 = ("deepseek", "deepseek_v2", "deepseek_ocr2_text")
+
 LATENT_EPS = 1e-6  # of the norms inside the attention, whatever the config says of the others
 
 
@@ -80,7 +82,7 @@ def build(w: WeightLoader) -> Model:
     def feed_forward(index: int, prefix: str) -> FeedForward:
         if not is_sparse(index, prefix):
             return b.mlp(w, prefix, shape.hidden, inner, act)
-        return b.deepseek_mixture(w, prefix, shape, _router(w, f"{prefix}.gate.weight", shape.hidden))
+        return b.deepseek_mixture(w, prefix, shape, softmax_router(w, f"{prefix}.gate.weight", shape.hidden))
 
     def block(index: int, layer: str = "") -> Block:
         layer = layer or f"model.layers.{index}"
@@ -175,23 +177,23 @@ def latent_scale(config: Config) -> float:
     return width**-0.5 * (0.1 * over * math.log(factor) + 1.0) ** 2
 
 
-def _router(w: WeightLoader, gate: str, hidden: int) -> Router | None:
-    """DeepSeek-V2's router, and Mistral 4's; None for DeepSeek-V3's, which others have as well."""
+def softmax_router(w: WeightLoader, gate: str, hidden: int) -> Router | None:
+    """The router of DeepSeek before V3, and Mistral 4's; None for DeepSeek-V3's, which others have as well."""
     config, family = w.config, w.config.str("model_type")
-    if family not in ("deepseek_v2", "mistral4"):
+    if family not in (*BEFORE_V3, "mistral4"):
         return None
     count = b.expert_count(config)
     groups = config.int("n_group", low=1, high=count, default=1)
     kept = config.int("topk_group", low=1, high=groups, default=1)
-    if family == "deepseek_v2":
+    if family in BEFORE_V3:
         method = config.str("topk_method", allowed=("greedy", "group_limited_greedy"), default="greedy")
         groups, kept = (groups, kept) if method == "group_limited_greedy" else (1, 1)
     return Router(
         b.router_weight(w, gate, count, hidden),
         b.top_k(config, count),
-        normalize=family == "mistral4" and config.bool("norm_topk_prob", default=True),
+        normalize=family in ("deepseek", "mistral4") and config.bool("norm_topk_prob", default=family == "mistral4"),
         scale=config.float("routed_scaling_factor", default=1.0),
         groups=groups,
         topk_groups=kept,
-        group_score="top1" if family == "deepseek_v2" else "top2",
+        group_score="top1" if family in BEFORE_V3 else "top2",
     )

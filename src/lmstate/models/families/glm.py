@@ -1,4 +1,7 @@
-"""GLM-4 (2406.12793), and GLM-4-0414 with norms after each part too: half of each head rotates, by neighbors."""
+"""GLM-4 (2406.12793), and GLM-4-0414 with norms after each part too: half of each head rotates, by neighbors.
+
+The text parts of GLM-4.1V and GLM-OCR are like the latter.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,36 @@ GLM = {
     "attention_bias": True,
     "partial_rotary_factor": 0.5,
 }
-DEFAULTS: b.Defaults = {"glm": GLM, "glm4": GLM}
+DEFAULTS: b.Defaults = {
+    "glm": GLM,
+    "glm4": GLM,
+    "glm4v_text": {
+        **b.EPS,
+        "vocab_size": 151_552,
+        "hidden_size": 4096,
+        "intermediate_size": 13_696,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+    },
+    "glm_ocr_text": {
+        **b.EPS,
+        "vocab_size": 59_392,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
+}
 
 
 def build(w: WeightLoader) -> Model:
     config, shape = w.config, b.Dims.of(w.config)
     inner, act = config.int("intermediate_size", low=1, high=b.MAX_SIZE), b.activation(config)
     rope, normed = make_rope(config, shape.head_dim, interleaved=True).to(w.device), b.rms_norms(w, shape)
-    sandwich = config.str("model_type") == "glm4"
+    sandwich = config.str("model_type") != "glm"
 
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
@@ -34,4 +59,4 @@ def build(w: WeightLoader) -> Model:
             normed(f"{layer}.post_mlp_layernorm") if sandwich else None,
         )
 
-    return b.decoder(w, shape, block)
+    return b.decoder(w, shape, block, ignore=b.mtp_tensors(config, shape))

@@ -18,6 +18,22 @@ from lmstate.models.model import Model
 
 DEFAULTS: b.Defaults = {
     "glm4_moe": {**b.EPS, "partial_rotary_factor": 0.5, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    "glm4v_moe_text": {
+        **b.EPS,
+        "vocab_size": 151_424,
+        "hidden_size": 4096,
+        "intermediate_size": 10_944,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408,
+    },
     "sarvam_moe": {
         "rms_norm_eps": 1e-6,
         "head_dim": 64,

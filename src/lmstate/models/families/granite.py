@@ -13,7 +13,23 @@ from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Block, Model
 
-DEFAULTS: b.Defaults = {}
+DEFAULTS: b.Defaults = {
+    "granite4_vision_text": b.LLAMA,
+    "granite_docling_text": {
+        **b.EPS,
+        "vocab_size": 133_800,
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 4.0,
+        "residual_multiplier": 0.263,
+        "attention_multiplier": 0.015625,
+    },
+}
 
 
 def build(w: WeightLoader) -> Model:

@@ -14,7 +14,11 @@ from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.models.layers.rope import Rope, make_rope, rope_fields
 from lmstate.models.model import Model
 
-DEFAULTS: b.Defaults = {"hunyuan_v1_dense": b.EPS, "hunyuan_v1_moe": b.EPS}
+DEFAULTS: b.Defaults = {
+    "hunyuan_v1_dense": b.EPS,
+    "hunyuan_v1_moe": b.EPS,
+    "hunyuan_vl_text": {**b.LLAMA, **b.EPS, "vocab_size": 290_943, "tie_word_embeddings": True},
+}
 
 
 def build(w: WeightLoader) -> Model:
@@ -33,7 +37,7 @@ def build(w: WeightLoader) -> Model:
         return replace(b.attention(w, name, shape, rope, q_norm=plain, k_norm=plain), turned_weight=of_q * of_k)
 
     def feed_forward(index: int, name: str) -> FeedForward:
-        if config.str("model_type") == "hunyuan_v1_dense":
+        if config.str("model_type") != "hunyuan_v1_moe":
             return b.mlp(w, name, shape.hidden, inner, act)
         return mixture(w, name, shape, inner, chosen[index])
 
@@ -53,7 +57,9 @@ def mixture(w: WeightLoader, prefix: str, shape: b.Dims, inner: int, chosen: int
 def stretched(config: Config, head_dim: int) -> Rope:
     """The rope; one that is called dynamic and has an alpha is slower at any length (NTK-aware scaling)."""
     rope = rope_fields(config)
-    alpha = rope.float("alpha", low=0.0, high=1e9, default=0.0) if rope.str("rope_type") == "dynamic" else 0.0
+    alpha = (
+        rope.float("alpha", low=0.0, high=1e9, default=0.0) if rope.str("rope_type") in ("dynamic", "xdrope") else 0.0
+    )
     if not alpha:
         return make_rope(config, head_dim)
     if head_dim < 4:

@@ -25,6 +25,18 @@ DEFAULTS: b.Defaults = {
     "internlm3": {**b.EPS, "num_key_value_heads": 2, "head_dim": 128},
     "iquestcoder": {**b.EPS, "num_key_value_heads": 8, "head_dim": 128},
     "llama": b.LLAMA,
+    "paddleocr_vl_text": {
+        **b.EPS,
+        "vocab_size": 103_424,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": True,
+    },
     "seed_oss": {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
 }
 
@@ -34,6 +46,7 @@ BIASES = {
     "ernie4_5": ("use_bias", "use_bias", "use_bias"),
     "helium": ("attention_bias", None, "mlp_bias"),
     "internlm3": ("qkv_bias", "bias", "bias"),
+    "paddleocr_vl_text": ("use_bias", "use_bias", "use_bias"),
     "seed_oss": ("attention_bias", "attention_out_bias", "mlp_bias"),
 }
 

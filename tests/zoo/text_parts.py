@@ -1,0 +1,75 @@
+"""Text parts of models that also see, each inside its wrapper, whose towers are as small as their classes let them be.
+
+Positions that have several axes are the same on all of them in a text.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from tests.zoo.small import SIZES, tower
+
+_ROPE = {"rope_type": "default", "rope_theta": 1000.0}
+_EXPERTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1}
+
+
+BESIDE = {
+    "Granite4Vision": {
+        "deepstack_layer_map": [[0, 0]], "spatial_target_layers": [0, 1, 2, 1], "downsample_rate": "1/2",
+        "vision_config": {
+            "model_type": "clip_vision_model", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "intermediate_size": 16, "image_size": 28, "patch_size": 14,
+        },
+        "qformer_config": {
+            "model_type": "blip_2_qformer", "num_hidden_layers": 1, "intermediate_size": 16,
+            "cross_attention_frequency": 1,
+        },
+    }
+}  # fmt: skip
+
+
+def _seeing(name: str, tied: bool = False, **changes: Any) -> Any:
+    """A wrapper's config with small towers around a small text part."""
+    import transformers
+
+    own = getattr(transformers, f"{name}Config")
+    default = own()
+    text = type(default.text_config)(**{**SIZES, "tie_word_embeddings": tied, **changes})
+    parts = {
+        part: tower(value)
+        for part, value in vars(default).items()
+        if part != "text_config" and isinstance(value, transformers.PretrainedConfig)
+    }
+    known = default.to_dict()
+    marks = {key: 98 for key in known if key.endswith(("_token_id", "_token_index")) and known[key] is not None}
+    return own(text_config=text, tie_word_embeddings=tied, **{**parts, **marks, **BESIDE.get(name, {})})
+
+
+def _sections(*sections: int, **changes: Any) -> dict[str, Any]:
+    return {"rope_parameters": {**_ROPE, "mrope_section": list(sections), **changes}}
+
+
+CASES = {
+    "glm4v": partial(_seeing, "Glm4v", **_sections(1, 1, 1, partial_rotary_factor=0.75)),
+    "glm_ocr": partial(_seeing, "GlmOcr", head_dim=16, tied=True, **_sections(4, 2, 2)),
+    "glm4v_moe": partial(
+        _seeing, "Glm4vMoe", head_dim=16, n_shared_experts=1, **{**_EXPERTS, "n_routed_experts": 9},
+        **_sections(2, 1, 1, partial_rotary_factor=0.5),
+    ),
+    "paddleocr_vl": partial(_seeing, "PaddleOCRVL", head_dim=16, tied=True, **_sections(4, 2, 2)),
+    "hunyuan_vl": partial(
+        _seeing, "HunYuanVL", head_dim=16, tied=True,
+        rope_parameters={**_ROPE, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "mrope_section": [4, 2, 2]},
+    ),
+    "granite4_vision": partial(_seeing, "Granite4Vision", embedding_multiplier=3.0, logits_scaling=2.0),
+    "aria-wrapped": partial(_seeing, "Aria", moe_num_experts=5, moe_topk=2, intermediate_size=24),
+    "granite_docling": partial(_seeing, "GraniteDocling", attention_multiplier=0.3, residual_multiplier=0.4, tied=True),
+    "ernie4_5_vl_moe": partial(
+        _seeing, "Ernie4_5_VLMoe", head_dim=16, moe_num_experts=7, moe_k=2, moe_intermediate_size=[24, 16],
+        moe_num_shared_experts=1, tied=True, **_sections(3, 3, 2),
+    ),
+    "deepseek_ocr2": partial(
+        _seeing, "DeepseekOcr2", mlp_layer_types=["dense", "sparse", "sparse"], routed_scaling_factor=1.5, **_EXPERTS
+    ),
+}  # fmt: skip
