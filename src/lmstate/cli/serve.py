@@ -136,6 +136,7 @@ def serve(
         max_new_tokens=max_tokens,
         request_timeout=timeout,
         max_priority=max_priority,
+        given_name=model,
     )
     settings.check(allow_anonymous)
     if store is not None:

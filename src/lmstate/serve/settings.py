@@ -37,6 +37,7 @@ class Settings:
     ping_interval: float = 10.0
     drain: float = 20.0  # how long streams may go on after SIGTERM
     max_priority: int = 0  # of a request: larger ones count as this, so that none goes before all others
+    given_name: str | None = None  # the model's path or name as it was given: asked by it too, and never shown
     stored_responses: int = 2**28  # bytes of responses kept for previous_response_id
 
     def check(self, allow_anonymous: bool = False) -> None:
@@ -60,7 +61,8 @@ class Settings:
 
     def check_model(self, asked: str | None) -> None:
         """Refuse a model that is not here, as the protocols have it. The alias `*` answers to every name."""
-        if asked is not None and "*" not in self.aliases and asked not in (self.model_name, *self.aliases):
+        known = {None, self.model_name, self.given_name, *self.aliases}
+        if "*" not in self.aliases and asked not in known:
             raise ApiError(
                 f"the model {asked[:100]!r} is not served here; {self.model_name!r} is "
                 "(a server that is started with --alias '*' answers to any name)",
