@@ -61,8 +61,8 @@ class Settings:
 
     def check_model(self, asked: str | None) -> None:
         """Refuse a model that is not here, as the protocols have it. The alias `*` answers to every name."""
-        known = {None, self.model_name, self.given_name, *self.aliases}
-        if "*" not in self.aliases and asked not in known:
+        known = {self.model_name, self.given_name, *self.aliases}
+        if asked is not None and "*" not in known and asked not in known:
             raise ApiError(
                 f"the model {asked[:100]!r} is not served here; {self.model_name!r} is "
                 "(a server that is started with --alias '*' answers to any name)",
