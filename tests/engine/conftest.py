@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from lmstate.engine.tiers import Tier
+from lmstate.engine.tiers.blobs import ObjectBlobs, RedisBlobs
 from lmstate.engine.tiers.folder import FolderTier
-from lmstate.engine.tiers.shared import ObjectBlobs, RedisBlobs, SharedTier
+from lmstate.engine.tiers.shared import SharedTier
 from tests.waiting import GUARD, patient, wait_until
 
 

@@ -17,7 +17,8 @@ import lmstate
 from lmstate.engine import Session, SessionMoved
 from lmstate.engine.session import Record
 from lmstate.engine.tiers import SavedSession, Tier, records
-from lmstate.engine.tiers.shared import ObjectBlobs, SharedTier
+from lmstate.engine.tiers.blobs import ObjectBlobs
+from lmstate.engine.tiers.shared import SharedTier
 from tests.engine.alone import alone
 from tests.waiting import GUARD
 from tests.zoo import ours

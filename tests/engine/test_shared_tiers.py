@@ -10,8 +10,9 @@ import pytest
 import lmstate
 from lmstate.engine import SessionMoved
 from lmstate.engine.tiers import Tier
+from lmstate.engine.tiers.blobs import Blobs, ObjectBlobs, RedisBlobs
 from lmstate.engine.tiers.folder import FolderTier
-from lmstate.engine.tiers.shared import Blobs, ObjectBlobs, RedisBlobs, SharedTier
+from lmstate.engine.tiers.shared import SharedTier
 from tests.engine.test_batching import KINDS, prompt
 from tests.engine.test_prefixes import ask, check
 from tests.waiting import impatient

@@ -243,9 +243,9 @@ def test_hostile_sessions_keep_no_engine_from_starting(record: str, tmp_path: Pa
         check(model, prompt(20, 1), ask(engine, prompt(20, 1)))
 
 
-def test_a_store_that_is_no_index_is_named(tmp_path: Path) -> None:
-    (tmp_path / "index.sqlite3").write_bytes(b"no index at all" * 100)
-    with pytest.raises(OSError, match=r"index\.sqlite3 is no index"):
+def test_a_file_of_sessions_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "sessions.sqlite3").write_bytes(b"no sessions at all" * 100)
+    with pytest.raises(OSError, match=r"sessions\.sqlite3 is no file of sessions"):
         lmstate.Engine(ours("llama"), store=tmp_path)
 
 

@@ -13,17 +13,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-PART = re.compile(r"\.(?P<pid>[0-9]+)-[0-9a-f]{8}\.part")
+PART = re.compile(r"\.(?P<name>.*)\.(?P<pid>[0-9]+)-[0-9a-f]{8}\.part", re.DOTALL)
 STALE_SECONDS = 600  # a process of another machine that shares the folder may still write before
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path, mode: int = 0o666) -> Iterator[Path]:
     """Yield a temporary path in the same folder; on a clean exit it is synced and renamed to `path`, else removed.
 
-    A link is followed and stays. A new file's mode follows the umask; one that is replaced keeps its mode. What killed
-    processes left of earlier writes to this path is removed. Raises `OSError` that names `path`, also for what is no
-    regular file: a rename would replace a pipe or a device.
+    A link is followed and stays. A new file has `mode`, but for the umask; one that is replaced keeps its mode. What
+    killed processes left of earlier writes to this path is removed. Raises `OSError` that names `path`, also for what
+    is no regular file: a rename would replace a pipe or a device.
     """
     named, path = path, Path(os.path.realpath(path))
     with contextlib.suppress(FileNotFoundError):
@@ -32,11 +32,11 @@ def atomic_write(path: Path) -> Iterator[Path]:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(named))
         if not stat.S_ISREG(found):
             raise OSError(errno.EINVAL, "is a pipe, a socket or a device; name a file to write", str(named))
-    _remove_stale_parts(path)
+    remove_stale_parts(path.parent, path.name)
     # Created as `open` would, so that the umask counts; exclusively, so that no planted link is followed.
     part = path.parent / f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part"
     try:
-        os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode))
         try:
             with contextlib.suppress(FileNotFoundError):
                 part.chmod(stat.S_IMODE(path.stat().st_mode))
@@ -63,15 +63,18 @@ def sync_folder(path: Path) -> None:
             os.close(folder)
 
 
-def _remove_stale_parts(path: Path) -> None:
-    """Remove parts of earlier writes to this path whose process is gone, and that were not touched for a while."""
-    start = f".{path.name}"
+def remove_stale_parts(folder: Path, name: str = "") -> None:
+    """Remove parts of earlier writes whose process is gone, and that were not touched for a while.
+
+    Of writes to the file `name` in a folder, by default to any.
+    """
     oldest = time.time() - STALE_SECONDS
     with contextlib.suppress(OSError):
-        for name in os.listdir(path.parent):
-            found = PART.fullmatch(name[len(start) :]) if name.startswith(start) else None
-            part = path.parent / name
-            if found is not None and not _runs(int(found["pid"])) and part.stat().st_mtime < oldest:
+        for found in os.listdir(folder):
+            told = PART.fullmatch(found)
+            if told is None or (name and told["name"] != name) or _runs(int(told["pid"])):
+                continue
+            if (part := folder / found).stat().st_mtime < oldest:
                 part.unlink(missing_ok=True)
 
 

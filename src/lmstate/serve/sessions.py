@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 from lmstate.engine.results import EngineError
 from lmstate.engine.session import Record
 from lmstate.errors import StateError
+from lmstate.files.private import private_folder
 from lmstate.serve.answer.answers import usage_details
 from lmstate.serve.answer.handlers import idempotency_key, json_response, log
 from lmstate.serve.answer.sampling import check_ids, sampling_params, stops
@@ -101,8 +102,7 @@ async def save(service: Service, request: Request) -> ASGIApp:
     session = await found(service, request)
     if service.settings.folder is None:
         raise ApiError("there is no folder to save in: start the server with --store FOLDER, or GET /snapshot", 409)
-    folder = service.settings.folder / "saved"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = private_folder(service.settings.folder / "saved")
     path = folder / f"{session.name}.safetensors"
     await done(lambda: session.save(path))
     return json_response({**shown(session), "bytes": path.stat().st_size})

@@ -3,13 +3,15 @@
 index.sqlite3         entries (key, text, size, checksum, last use)
 sessions.sqlite3      sessions, a record each
 entries/ab/abcd...    what the key stands for; its name is the hash of the text, so it never changes
-damaged/              files whose checksum was wrong and records of sessions that say nothing, to find out why
+damaged/              an index, files and records of sessions that were damaged, to find out why
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
+import logging
 import os
 import sqlite3
 import zlib
@@ -21,6 +23,7 @@ from time import time, time_ns
 from typing import get_args
 
 from lmstate.engine.prefix.parts import Layers, nbytes
+from lmstate.engine.tiers.seal import seal
 from lmstate.engine.tiers.tier import (
     MOST_LAYERS,
     Entry,
@@ -33,10 +36,12 @@ from lmstate.engine.tiers.tier import (
     unpacked,
 )
 from lmstate.errors import ModelError, SnapshotError
-from lmstate.files.atomic import atomic_write
+from lmstate.files.atomic import STALE_SECONDS, atomic_write, remove_stale_parts
 from lmstate.files.mmap_file import open_regular
+from lmstate.files.private import FILE_MODE, private_file, private_folder
 from lmstate.files.sqlite_schema import check_schema, unusable
 
+LOG = logging.getLogger(__name__)
 MOST_NEW = 256  # entries of other processes that are taken at a time
 LOCK_SECONDS = 10.0  # that a statement waits for another process
 ENDING = 1.0  # seconds that a statement on the index may go on at the end
@@ -56,9 +61,10 @@ OLD_SESSIONS = """sessions (
 RECORDS = (
     """records (
     namespace text not null, name text not null, generation integer not null, changes text not null,
-    tokens blob not null, record text not null, primary key (namespace, name)
+    tokens blob not null, record text not null, seal blob not null, primary key (namespace, name)
 )""",
 )
+DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 class FolderTier(Tier):
@@ -72,11 +78,11 @@ class FolderTier(Tier):
         super().__init__(namespace)
         self.path = Path(path).absolute()  # the process may change its folder
         self.limit = limit
-        self.path.mkdir(parents=True, exist_ok=True)
+        private_folder(self.path)
         self._lock = Lock()
         self._used: dict[str, float] = {}  # keys of entries, and when they were last read, as far as no index has it
         self._seen: tuple[int | None, int] = None, 0  # version of the index, and its newest entry, that are known here
-        self._index = self._opened("index.sqlite3", TABLES, "normal", "index of prefixes", OLD_SESSIONS)
+        self._index = self._opened_index()
         self._sessions = self._opened("sessions.sqlite3", RECORDS, "full", "file of sessions")
         self._sessions_lock = Lock()
         try:
@@ -85,11 +91,34 @@ class FolderTier(Tier):
             raise unusable(self.path / "index.sqlite3", error, "index of prefixes") from error
         self._thread.start()
 
+    def _opened_index(self) -> sqlite3.Connection:
+        """The index; one that is damaged is set aside, for all that it knows can be computed again."""
+        file = private_file(self.path / "index.sqlite3")
+        before = file.stat() if file.exists() else None
+        try:
+            index = self._opened(file.name, TABLES, "normal", "index of prefixes", OLD_SESSIONS)
+            if (found := index.execute("pragma quick_check(1)").fetchone()[0]) == "ok":
+                return index
+            index.close()
+        except OSError as error:
+            if getattr(error.__cause__, "sqlite_errorcode", None) not in DAMAGED:
+                raise
+            found = str(error.__cause__)
+        LOG.warning("%s is damaged (%s): it is set aside, and prefixes are computed again", file, found)
+        with suppress(FileNotFoundError):
+            if before is not None and os.path.samestat(before, file.stat()):  # else another process has set it aside
+                aside = private_folder(self.path / "damaged") / f"{time_ns()}-{file.name}"
+                os.replace(file, aside)
+                for end in ("-wal", "-shm"):
+                    with suppress(FileNotFoundError):
+                        os.replace(f"{file}{end}", f"{aside}{end}")
+        return self._opened(file.name, TABLES, "normal", "index of prefixes", OLD_SESSIONS)
+
     def _opened(
         self, name: str, tables: tuple[str, ...], synchronous: str, what: str, *former: str
     ) -> sqlite3.Connection:
         """`former`: tables that it may have too."""
-        file = self.path / name
+        file = private_file(self.path / name)
         try:
             connection = sqlite3.connect(file, check_same_thread=False, timeout=LOCK_SECONDS)
             check_schema(connection, (*tables, *former))
@@ -107,8 +136,8 @@ class FolderTier(Tier):
                 return
             with self._sessions:
                 self._sessions.executemany(
-                    "insert or ignore into records (namespace, name, generation, changes, tokens, record) "
-                    "values (?, ?, 1, '[]', ?, ?)",
+                    "insert or ignore into records (namespace, name, generation, changes, tokens, record, seal) "
+                    "values (?, ?, 1, '[]', ?, ?, x'')",
                     self._index.execute("select namespace, name, tokens, record from sessions"),
                 )
             self._index.execute("drop table sessions")
@@ -164,13 +193,14 @@ class FolderTier(Tier):
     def read_session(self, name: str) -> SavedSession | None:
         with self._sessions_lock:
             row = self._sessions.execute(
-                "select tokens, record, generation, changes from records where namespace = ? and name = ?",
+                "select tokens, record, generation, changes, seal from records where namespace = ? and name = ?",
                 (self.namespace, name),
             ).fetchone()
         if row is None:
             return None
         generation = int(row[2])
         try:
+            self._check_seal(row[4], self._record_seal(self.namespace, name, generation, row[3], *row[:2]))
             tokens, changes = list(unpacked(_inflated(row[0]))), tuple(map(str, json.loads(row[3])))
             return SavedSession(name, tokens, str(row[1]), generation, changes)
         except (SnapshotError, zlib.error, TypeError, ValueError, RecursionError):
@@ -188,8 +218,8 @@ class FolderTier(Tier):
                 zip(("namespace", "name", "generation", "changes", "tokens", "record"), (self.namespace, name, *row))
             )
             file = self._file(f"session|{name}")
-            (self.path / "damaged").mkdir(exist_ok=True)
-            with atomic_write(self.path / "damaged" / f"session-{file.name}-{row[0]}.json") as part:
+            aside = private_folder(self.path / "damaged") / f"session-{file.name}-{row[0]}.json"
+            with atomic_write(aside, FILE_MODE) as part:
                 part.write_text(json.dumps(told, default=repr))
 
     def session_generation(self, name: str) -> int | None:
@@ -217,8 +247,7 @@ class FolderTier(Tier):
                 data = bytearray(size)  # no large pages: the next file gets the same memory, which is warm
                 opened.seek(0)
                 opened.readinto(data)  # type: ignore[attr-defined]
-            if hashlib.sha256(data).hexdigest() != row[1]:
-                raise SnapshotError(f"{file} is damaged: its checksum is another")
+            self._check_seal(str(row[1]).encode(), self._checksum(key, data).encode())
             layers = from_bytes(data, file, int(row[0]))
         except (ModelError, SnapshotError, FileNotFoundError):
             self._quarantine(key)  # not for other errors: with too many open files, say, nothing is wrong with this one
@@ -233,12 +262,13 @@ class FolderTier(Tier):
             raise OSError(f"an entry of {size} bytes is more than the folder may hold")
         self._make_room(len(data))
         file = self._file(key)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(file) as part:
+        private_folder(file.parent.parent)
+        private_folder(file.parent)
+        with atomic_write(file, FILE_MODE) as part:
             part.write_bytes(data)
         told = (
             self.namespace, key, entry.kind, entry.frequency_key, entry.start, zlib.compress(packed(entry.tokens), 1),
-            len(layers), len(data), hashlib.sha256(data).hexdigest(), time(),
+            len(layers), len(data), self._checksum(key, data), time(),
         )  # fmt: skip
         with self._lock, self._index:
             # SQLite would give the largest rowid again once its entry is gone: who has seen that one misses this one.
@@ -254,17 +284,19 @@ class FolderTier(Tier):
 
     def write_session(self, session: SavedSession) -> bool:
         tokens = zlib.compress(packed(session.tokens), 1)
-        told = session.generation, json.dumps(session.changes), tokens, session.record, self.namespace, session.name
+        changes = json.dumps(session.changes)
+        sealed = self._record_seal(self.namespace, session.name, session.generation, changes, tokens, session.record)
+        told = session.generation, changes, tokens, session.record, sealed, self.namespace, session.name
         with self._sessions_lock, self._sessions:
             made = self._sessions.execute(
-                "insert or ignore into records (generation, changes, tokens, record, namespace, name) "
-                "values (?, ?, ?, ?, ?, ?)",
+                "insert or ignore into records (generation, changes, tokens, record, seal, namespace, name) "
+                "values (?, ?, ?, ?, ?, ?, ?)",
                 told,
             )
             if made.rowcount:
                 return True
             changed = self._sessions.execute(
-                "update records set generation = ?, changes = ?, tokens = ?, record = ? "
+                "update records set generation = ?, changes = ?, tokens = ?, record = ?, seal = ? "
                 "where namespace = ? and name = ? and generation = ?",
                 (*told, session.generation - 1),
             )
@@ -290,7 +322,40 @@ class FolderTier(Tier):
             finally:
                 self._lock.release()
 
+    def tidy(self) -> None:
+        """Remove files that no index knows, and parts of files: of writers that were killed. Younger ones may come."""
+        folder, oldest = self.path / "entries", time() - STALE_SECONDS
+        with self._lock:
+            rows = self._index.execute("select namespace, key from entries").fetchall()
+        known = {self._file(str(key), str(namespace)).name for namespace, key in rows}
+        for inner in [inner for inner in folder.glob("*") if inner.is_dir()]:
+            remove_stale_parts(inner)
+            for file in inner.glob("[!.]*"):
+                with suppress(OSError):
+                    if file.name not in known and file.lstat().st_mtime < oldest:
+                        file.unlink()
+
     # ---- the parts of it
+
+    def _checksum(self, key: str, data: bytes | bytearray) -> str:
+        """Of an entry's bytes: what tells damage, or with a key any change."""
+        if not self.key:
+            return hashlib.sha256(data).hexdigest()
+        return seal(self.key, self.namespace.encode(), key.encode(), data).hex()
+
+    def _record_seal(
+        self, namespace: str, name: str, generation: int, changes: str, tokens: bytes, record: str
+    ) -> bytes:
+        """Of a record; nothing without a key."""
+        if not self.key:
+            return b""
+        texts = (part.encode() for part in (namespace, name, str(generation), str(changes), str(record)))
+        return seal(self.key, *texts, bytes(tokens))
+
+    def _check_seal(self, found: bytes, right: bytes) -> None:
+        """Raise SnapshotError for a seal, or a checksum, of something else."""
+        if not hmac.compare_digest(bytes(found), right):
+            raise SnapshotError("it is damaged: its checksum is another")
 
     def _file(self, key: str, namespace: str | None = None) -> Path:
         name = hashlib.sha256(f"{namespace or self.namespace}|{key}".encode()).hexdigest()
@@ -330,8 +395,7 @@ class FolderTier(Tier):
         file = self._file(key)
         self.counts["quarantined"] += 1
         if file.exists():
-            (self.path / "damaged").mkdir(exist_ok=True)
-            os.replace(file, self.path / "damaged" / file.name)
+            os.replace(file, private_folder(self.path / "damaged") / file.name)
         self._forget(key)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from lmstate.engine.tiers.blobs import Blobs, ObjectBlobs, RedisBlobs
 from lmstate.engine.tiers.folder import FolderTier
-from lmstate.engine.tiers.shared import Blobs, ObjectBlobs, RedisBlobs, SharedTier
+from lmstate.engine.tiers.shared import SharedTier
 from lmstate.engine.tiers.tier import Tier
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lmstate.engine.prefix.parts import Layers, nbytes
 from lmstate.engine.tiers.records import RecordWriter, SavedSession
+from lmstate.engine.tiers.seal import key_name, store_key
 from lmstate.errors import ModelError, SnapshotError, StateError
 from lmstate.files.mmap_file import FileBuffer
 from lmstate.files.safetensors import TensorFile
@@ -69,7 +70,8 @@ class Tier(ABC):
     looks_up = False  # whether others write to it, so that it is worth asking for what nobody here has seen
 
     def __init__(self, namespace: str) -> None:
-        self.namespace = namespace
+        self.key = store_key()
+        self.namespace = f"{namespace} sealed={key_name(self.key)}" if self.key else namespace
         self.counts = {"written": 0, "dropped": 0, "failed": 0, "read": 0, "quarantined": 0}
         self._keys: set[str] = set()
         self._coming: set[str] = set()  # keys of what is queued, or being written
@@ -219,6 +221,9 @@ class Tier(ABC):
     def check_access(self) -> None:  # noqa: B027
         """Raise anything if it can be seen to be out of reach, or not to be written."""
 
+    def tidy(self) -> None:  # noqa: B027
+        """Remove what writers that were killed have left."""
+
     def end(self) -> None:  # noqa: B027
         """Let go of files and connections."""
 
@@ -227,6 +232,7 @@ class Tier(ABC):
     def _run(self) -> None:
         try:
             self.check_access()
+            self.tidy()
         except Exception as error:
             self._tell("cannot be used", error)
         while True:

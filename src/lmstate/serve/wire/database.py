@@ -6,6 +6,7 @@ import sqlite3
 from pathlib import Path
 from time import time
 
+from lmstate.files.private import private_file, private_folder
 from lmstate.files.sqlite_schema import unusable
 
 
@@ -30,8 +31,8 @@ def open_database(folder: Path | None, name: str, schema: str) -> sqlite3.Connec
     schema: statements that make tables where they are missing. Raises `OSError`.
     """
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-    file = Path(":memory:") if folder is None else folder / name
+        private_folder(folder)
+    file = Path(":memory:") if folder is None else private_file(folder / name)
     try:
         connection = sqlite3.connect(file, check_same_thread=False)
         with connection:
