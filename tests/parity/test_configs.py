@@ -45,6 +45,7 @@ SIZES = (
     "moe_num_shared_experts",
     "num_shared_experts",
     "shared_expert_intermediate_size",
+    "share_expert_dim",
     "linear_num_key_heads",
     "linear_num_value_heads",
     "linear_key_head_dim",

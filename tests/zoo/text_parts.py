@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from tests.zoo.small import SIZES, tower
+from tests.zoo.small import SIZES, F, S, tower
 
 _ROPE = {"rope_type": "default", "rope_theta": 1000.0}
 _EXPERTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1}
@@ -68,6 +68,14 @@ CASES = {
     "ernie4_5_vl_moe": partial(
         _seeing, "Ernie4_5_VLMoe", head_dim=16, moe_num_experts=7, moe_k=2, moe_intermediate_size=[24, 16],
         moe_num_shared_experts=1, tied=True, **_sections(3, 3, 2),
+    ),
+    "step3p5": partial(
+        _seeing, "Step3p7", head_dim=16, num_hidden_layers=4, layer_types=[F, S, S, F], sliding_window=14,
+        num_sliding_attention_heads=8, mlp_layer_types=["dense", "sparse", "dense", "sparse"], share_expert_dim=40,
+        swiglu_limits=[None, 0.05, 0.0, None], swiglu_limits_shared=[None, 0.04, 0.06, None],
+        moe_router_scaling_factor=2.0, pad_token_id=1, partial_rotary_factors=[0.5, 1.0, 1.0, 0.5],
+        rope_theta=[5000.0, 1000.0, 1000.0, 5000.0],
+        n_routed_experts=9, num_experts_per_tok=2, moe_intermediate_size=24,
     ),
     "deepseek_ocr2": partial(
         _seeing, "DeepseekOcr2", mlp_layer_types=["dense", "sparse", "sparse"], routed_scaling_factor=1.5, **_EXPERTS

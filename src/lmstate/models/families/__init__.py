@@ -152,6 +152,7 @@ FAMILIES = {
     "solar_open": "glm4_moe",
     "stablelm": "stablelm",
     "starcoder2": "starcoder2",
+    "step3p5": "step3p5",
     "vaultgemma": "gemma2",
     "xglm": "opt",
     "xlstm": "xlstm",
