@@ -41,6 +41,21 @@ def _floats(q: np.ndarray, zero: np.ndarray, scale: np.ndarray, index: np.ndarra
     return torch.from_numpy((q - zero[:, index]).astype(np.float32) * scale[:, index].astype(np.float32))
 
 
+def bitnet(n: int, k: int, online: bool = False) -> Packed:
+    """As transformers packs it; `online`: floats that are to be made ternary."""
+    from transformers.integrations.bitnet import pack_weights
+
+    rng = np.random.default_rng(n + k)
+    if online:
+        weight = torch.from_numpy(rng.standard_normal((n, k)).astype(np.float32) * 0.02)
+        size = weight.abs().mean()
+        said = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
+        return said, {"weight": weight}, (weight / size).round().clamp(-1, 1) * size
+    q, size = torch.from_numpy(rng.integers(-1, 2, (n, k))).float(), 0.03125
+    tensors = {"weight": pack_weights(q.clone()), "weight_scale": torch.tensor([1 / size])}
+    return {"quant_method": "bitnet"}, tensors, q * size
+
+
 def gptq(
     n: int, k: int, bits: int = 4, size: int = 32, symmetric: bool = True, ordered: bool = False, version: str = "gptq"
 ) -> Packed:

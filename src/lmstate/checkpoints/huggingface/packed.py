@@ -1,4 +1,4 @@
-"""Matrices that tools packed into integers: GPTQ, AWQ, compressed-tensors, NVFP4 and bitsandbytes.
+"""Matrices that tools packed into integers: GPTQ, AWQ, compressed-tensors, NVFP4, bitsandbytes and BitNet.
 
 Each is read as the integers that it holds where they fit a storage of lmstate: groups of 32 inputs, or of a multiple of
 32, that share a scale. What does not (groups that interleave, groups of 16, tables of values) is dequantized.
@@ -22,7 +22,7 @@ from lmstate.files.safetensors import TensorEntry
 
 Entries = Mapping[str, TensorEntry]
 Get = Callable[[str], Tensor]
-METHODS = ("gptq", "awq", "compressed-tensors", "modelopt", "bitsandbytes")
+METHODS = ("gptq", "awq", "compressed-tensors", "modelopt", "bitsandbytes", "bitnet")
 """The `quant_method`s whose packed integers are read."""
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each four bits of a number hold, lowest bits first
 MOST_STATE = 2**16  # bytes of the JSON in which bitsandbytes describes a matrix
@@ -53,7 +53,7 @@ def find(entries: Entries, get: Get, settings: Config, path: Path) -> dict[str, 
     makers = {
         ".qweight": _awq if method == "awq" else _gptq,
         ".weight_packed": _compressed,
-        ".weight": _plain,
+        ".weight": _bitnet if method == "bitnet" else _plain,
     }
     found: dict[str, PackedMatrix] = {}
     for name in entries:
@@ -220,6 +220,41 @@ def _plain(parts: _Parts, settings: Config) -> PackedMatrix | None:
 
     names = parts.names("weight", end, "weight_format")
     return PackedMatrix(names, (outputs, inputs), "int8", read, None if fits else "8-bit integers")
+
+
+def _bitnet(parts: _Parts, settings: Config) -> PackedMatrix | None:
+    """BitNet b1.58 (2402.17764): -1, 0 and 1 times one scale, four in a byte, or to be made of floats; None for others.
+
+    What multiplies them is not rounded to 8 bits here.
+    """
+    packed, floats = parts.dtype("weight") == BYTES, len(parts.shape("weight")) == 2 and _is_linear(parts.stem)
+    if not packed and not (floats and settings.get("quantization_mode") == "online"):
+        return None
+    height, inputs = _matrix(parts, "weight")
+    outputs = 4 * height if packed else height
+    if packed:
+        parts.expect("weight_scale", (1,))
+
+    def read() -> GroupedQuant | Tensor:
+        stored = parts.read("weight")
+        if packed:
+            q, scale = torch.cat([(stored >> 2 * part) & 3 for part in range(4)]), 1 / parts.scales("weight_scale")
+        else:
+            times = 1 / parts.scales("weight").abs().mean().clamp(min=1e-5)
+            q, scale = (stored.float() * times).round().clamp(-1, 1) + 1, 1 / times
+        index = torch.zeros(inputs, dtype=torch.int64)
+        scales, ones = scale.expand(outputs, 1), torch.ones(outputs, 1, dtype=torch.int32)
+        return _grouped(q.to(torch.int32), scales, ones, index, 4)
+
+    fits = inputs % GROUP == 0
+    lossy = None if fits else f"BitNet whose inputs are no runs of {GROUP}"
+    names = parts.names("weight", "weight_scale")
+    return PackedMatrix(names, (outputs, inputs), "int4" if fits else "int8", read, lossy)
+
+
+def _is_linear(stem: str) -> bool:
+    """Whether a matrix is a layer's, and not an embedding or a head."""
+    return not stem.endswith("lm_head") and "embed" not in stem.rpartition(".")[2]
 
 
 def _nvfp4(parts: _Parts, packed: str, whole: str, divided: bool) -> PackedMatrix:
