@@ -22,7 +22,7 @@ from lmstate.engine.delivery import Delivery
 from lmstate.engine.drafting import Drafting
 from lmstate.engine.job import Job, Terms
 from lmstate.engine.memory import RowCost
-from lmstate.engine.options import are_messages, as_bytes, check_length, prompt_ids, refuse_no_messages
+from lmstate.engine.options import answered_ids, are_messages, as_bytes, check_length, prompt_ids, refuse_no_messages
 from lmstate.engine.pace import Pace
 from lmstate.engine.prefix.picture import Prefix, picture, prefixes
 from lmstate.engine.queue import Queue
@@ -160,6 +160,7 @@ class Engine:
         session: str | Session | None = None,
         itl: float | None = None,
         idempotency_key: str | None = None,
+        answered: Sequence[Sequence[int]] = (),
         **changes: Any,
     ) -> Request:
         """Queue a request: a text, token ids, or chat messages. Returns at once.
@@ -173,6 +174,9 @@ class Engine:
                   engine's. Smaller ones make others wait longer for their first token
         idempotency_key  of a session's turn: if the session has a turn of this key, its answer is returned and no turn
                   is added; if one is being answered, that request. A turn of a key that is cancelled is not kept
+        answered  for each of the `n` answers the tokens that it began with elsewhere, as they were sent: it goes on
+                  after them as if it had not been interrupted. Its pieces are those that follow; its completion is
+                  whole. The prompt and the parameters are to be the same, with a seed if tokens are drawn
 
         `Request.end_thinking` ends a thinking section at any moment, as `max_thinking_tokens` does.
 
@@ -183,11 +187,12 @@ class Engine:
         params = sampling_params(params, changes)
         params.check(self.model)
         terms = Terms(params, priority, deadline, itl, idempotency_key)
+        told = answered_ids(answered, params, self.model)
         if session is None:
             if idempotency_key is not None:
                 raise ValueError("an idempotency_key was given; it is for turns of a session")
             messages = [dict(message) for message in prompt] if are_messages(prompt) else []  # the list is the caller's
-            return self._queued(self._encoded(prompt), terms, messages, None)
+            return self._queued(self._encoded(prompt), terms, messages, None, told)
         conversation = session if isinstance(session, Session) else self.session(session)
         conversation.refuse_other(self)
 
@@ -195,7 +200,7 @@ class Engine:
             if idempotency_key is not None and (known := conversation.answered(idempotency_key)) is not None:
                 return self._told_again(known, conversation)
             ids, messages = conversation.continued(prompt, self._encoded)
-            return self._queued(ids, terms, messages, conversation)
+            return self._queued(ids, terms, messages, conversation, told)
 
         return conversation.begin(begin, idempotency_key)
 
@@ -225,13 +230,15 @@ class Engine:
     def _thinking_format(self) -> ThinkingFormat:
         return ThinkingFormat.of(self.model.tokenizer)
 
-    def _queued(self, ids: list[int], terms: Terms, messages: Any, session: Session | None) -> Request:
+    def _queued(
+        self, ids: list[int], terms: Terms, messages: Any, session: Session | None, told: list[list[int]]
+    ) -> Request:
         check_length(self.model, ids)
-        self._cost.refuse_too_long(len(ids), self._reuse.memory)
+        self._cost.refuse_too_long(len(ids) + max(map(len, told), default=0), self._reuse.memory)
         request = Request(ids, self._wake, self._delivery, self._thinking_format)
         with self._changed:
             self.refuse_closed()
-            self._queue.add(Job(request, terms, self._order, messages, session))
+            self._queue.add(Job(request, terms, self._order, messages, session, told))
             self._order += 1
             self._scheduler.counts["requests"] += 1
             self._changed.notify_all()

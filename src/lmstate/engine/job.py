@@ -65,7 +65,9 @@ class Job:
         order: int,
         messages: Sequence[Mapping[str, Any]] = (),
         session: Session | None = None,
+        answered: Sequence[Sequence[int]] = (),
     ) -> None:
+        """`answered`: the tokens that each answer began with elsewhere; () if none did."""
         self.request = request
         self.prompt = request.prompt
         self.text = array("q", self.prompt)  # the same, to be compared
@@ -75,6 +77,8 @@ class Job:
         self.order = order
         self.messages = messages  # that the prompt was made of, if it was
         self.session = session
+        self.answered = answered
+        self.seed = int(torch.randint(2**62, ())) if self.params.seed is None else self.params.seed
         self.choices: list[AnswerRow] = []
         self.state: State | None = None  # of one row, while the prompt is read
         self.cuts: set[int] = set()  # positions at which a chunk has to end, and a snapshot is kept
@@ -126,9 +130,19 @@ class Job:
         del self._times[1:]
 
     def begin_answers(self, model: Model) -> None:
-        seed = self.params.seed
-        seed = int(torch.randint(2**62, ())) if seed is None else seed
-        self.choices = [AnswerRow(model, self.params, self.prompt, index, seed) for index in range(self.params.n)]
+        """Make its answers, each as far as it was answered before."""
+
+        def begun(index: int, tokens: Sequence[int]) -> AnswerRow:
+            choice = AnswerRow(model, self.params, self.prompt, index, self.seed)
+            choice.replay(tokens)
+            # One that is over is not read again. For its log probabilities it is: its last token is chosen once more.
+            return begun(index, tokens[:-1]) if choice.over and self.params.logprobs is not None else choice
+
+        self.choices = [begun(index, self.told(index)) for index in range(self.params.n)]
+
+    def told(self, index: int) -> Sequence[int]:
+        """The tokens of an answer that its sender has already."""
+        return self.answered[index] if self.answered else ()
 
     def completion(self) -> Completion:
         times = [*self._times, perf_counter()]

@@ -73,6 +73,7 @@ class Preempted:
     job: Job
     choice: AnswerRow
     text: list[int]  # prompt and answer, as far as the row had read them
+    echo: bool = False  # whether log probabilities of the answer's tokens are taken on the way
     state: State | None = None  # of one row, while the text is read
     at: int = 0
     rank: tuple[int, int, int] = field(init=False)  # those with the smallest go on first
@@ -81,6 +82,6 @@ class Preempted:
         self.rank = (-self.job.priority, self.job.order, self.choice.index)
 
     @staticmethod
-    def of(job: Job, choice: AnswerRow) -> Preempted:
+    def of(job: Job, choice: AnswerRow, echo: bool = False) -> Preempted:
         answered = choice.tokens
-        return Preempted(job, choice, [*job.prompt, *answered[: len(answered) - len(choice.feed)]])
+        return Preempted(job, choice, [*job.prompt, *answered[: len(answered) - len(choice.feed)]], echo)

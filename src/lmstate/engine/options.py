@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from lmstate.generation.params import check_token
+from lmstate.generation.params import SamplingParams, check_token
 from lmstate.generation.prompts import as_token_lists
-from lmstate.state.validate import whole_number
+from lmstate.state.validate import token_ids, whole_number
 from lmstate.threads import available
 
 if TYPE_CHECKING:
@@ -47,6 +47,23 @@ def prompt_ids(model: Model, prompt: Any, replay: Replay) -> list[int]:
     for token in ids:
         check_token(token, "the prompt", model.config.vocab_size)
     return ids
+
+
+def answered_ids(answered: Any, params: SamplingParams, model: Model) -> list[list[int]]:
+    """The tokens that each answer of a request began with elsewhere; [] if none did.
+
+    Raises ValueError for what is no list of tokens for each answer, or could not be gone on with to the bit.
+    """
+    told = list(answered) if isinstance(answered, Sequence) and not isinstance(answered, str | bytes) else None
+    if told is None or (told and len(told) != params.n):
+        raise ValueError(f"answered is {answered!r:.80}; give a list of tokens for each of the n={params.n} answers")
+    lists = [token_ids(ids, f"answered[{index}]", model.config.vocab_size) for index, ids in enumerate(told)]
+    longest = max(map(len, lists), default=0)
+    if longest > params.max_new_tokens:
+        raise ValueError(f"{longest} tokens were answered, more than max_new_tokens, which is {params.max_new_tokens}")
+    if longest and not params.greedy and params.seed is None:
+        raise ValueError("answered tokens were given without a seed: what was drawn elsewhere is not known here")
+    return lists
 
 
 def check_length(model: Model, ids: Sequence[int]) -> None:

@@ -35,12 +35,13 @@ class SessionMoved(EngineError):
 class Piece(str):
     """Text that one answer grew by; empty while a character or a possible stop string is unfinished."""
 
-    __slots__ = ("certain", "finished", "index", "logprobs", "tokens")
+    __slots__ = ("certain", "finished", "index", "logprobs", "start", "tokens")
 
     index: int  # type: ignore[assignment]  # which of the n answers
     tokens: list[int]
     logprobs: list[TokenLogprob] | None
     finished: Finish | None  # why the answer ends with this piece
+    start: int  # tokens of the answer before `tokens`
     certain: int | None  # as many of the answer's tokens so far begin in its text, before a stop string; None: all
 
     def __new__(
@@ -51,10 +52,11 @@ class Piece(str):
         logprobs: list[TokenLogprob] | None = None,
         finished: Finish | None = None,
         certain: int | None = None,
+        start: int = 0,
     ) -> Piece:
         piece = super().__new__(cls, text)
         piece.index, piece.tokens, piece.logprobs, piece.finished = index, tokens or [], logprobs, finished
-        piece.certain = certain
+        piece.certain, piece.start = certain, start
         return piece
 
     @property

@@ -135,11 +135,13 @@ class PrefixReuse:
         job.cuts |= self._worth_keeping(job.prompt, match)
         return state
 
-    def resume(self, text: list[int]) -> State:
-        """A state of one row with what memory has of a text that was once read."""
+    def resume(self, text: list[int], most: int | None = None) -> State:
+        """A state of one row with what memory has of a text that was once read, at most so many of its tokens."""
         match = self.match(text, logits=False, only_memory=True)
+        if most is not None and match.length > most:
+            match = self.prefixes.match(text[:most], False, True, self._model.frequency_key(len(text)))
         restored = self._restored(match, len(text))
-        return self.resume(text) if restored is None else restored[0]
+        return self.resume(text, most) if restored is None else restored[0]
 
     def match(self, text: Sequence[int], logits: bool = True, only_memory: bool = False) -> Match:
         """The longest part of a text that needs not be computed."""

@@ -303,19 +303,27 @@ class Scheduler:
         self.answering.append(job)
         job.begin_answers(self.model)
         job.source, job.state = job.state, None
+        again = [choice for choice in job.choices if choice.tokens]  # answered elsewhere up to there
         for choice in job.choices:
-            if job.params.max_new_tokens == 0:
+            if choice.finished is not None:
+                self._push(job, choice, "", [])
+            elif job.params.max_new_tokens == 0:
                 self._end_answer(job, choice, "length")
-            else:
+            elif choice not in again:
                 self._give(job, choice, choice.pick(logits), logits)
         self._delivery.deliver()  # nobody waits for what else is to be done
         sleep(YIELD)
-        job.unseated = [choice for choice in job.choices if choice.finished is None]
+        job.unseated = [choice for choice in job.choices if choice.finished is None and choice not in again]
         assert isinstance(job.source, State)
         if fresh:
             self._keep(job.source.snapshot(0))
         if len(job.unseated) > 1:
             job.source = job.source.snapshot(0)
+        for choice in again:
+            if (top := job.params.logprobs) is not None:
+                choice.logprobs = [logprob(logits, choice.tokens[0], top)] * len(choice.tokens)
+            if choice.finished is None:
+                self.preempted.append(Preempted.of(job, choice, echo=top is not None))
         self._settle(job)
         self._seat()
 
@@ -419,7 +427,7 @@ class Scheduler:
             self.pool.join(choice, snapshot)
 
     def _resume(self, work: Preempted, _: Job) -> None:
-        work.state = self._reuse.resume(work.text)
+        work.state = self._reuse.resume(work.text, len(work.job.prompt) if work.echo else None)
         work.at = work.state.lengths[0]
 
     def _read_again(self, work: Preempted, job: Job) -> None:
@@ -427,12 +435,24 @@ class Scheduler:
         assert work.state is not None
         if work.at < len(work.text):
             count = self._chunk(work.at, len(work.text) - work.at)
-            self._read_ids(work.text[work.at : work.at + count], work.state, work.at, "none")
+            count = min(count, ECHO_CHUNK) if work.echo else count
+            ids = work.text[work.at : work.at + count]
+            logits = self._read_ids(ids, work.state, work.at, "all" if work.echo else "none")
+            if work.echo and logits is not None:
+                self._echo_answer(work, logits[0])
             work.at += count
         if work.at == len(work.text) and len(self.pool) < self.rows:
             self.preempted.remove(work)
             self.pool.join(work.choice, work.state)
             self._jobs[work.choice] = job
+
+    def _echo_answer(self, work: Preempted, logits: Tensor) -> None:
+        """Log probabilities of an answer's tokens after each of a chunk's. logits float32 `[T, V]`."""
+        choice, top = work.choice, work.job.params.logprobs
+        assert top is not None
+        for at, one in enumerate(logits, work.at + 1 - len(work.job.prompt)):
+            if 0 < at < len(choice.tokens):
+                choice.logprobs[at] = logprob(one, choice.tokens[at], top)
 
     # ---- answers
 
@@ -534,8 +554,11 @@ class Scheduler:
 
     def _push(self, job: Job, choice: AnswerRow, text: str, tokens: list[int]) -> None:
         self.counts["generated_tokens"] += len(tokens)
+        if tokens and len(choice.tokens) <= len(job.told(choice.index)):  # chosen once more
+            text, tokens = "", []
         logprobs = choice.logprobs[len(choice.logprobs) - len(tokens) :] if job.params.logprobs is not None else None
-        job.request.push(Piece(text, choice.index, tokens, logprobs, choice.finished, choice.certain()))
+        start = len(choice.tokens) - len(tokens)
+        job.request.push(Piece(text, choice.index, tokens, logprobs, choice.finished, choice.certain(), start))
 
     def _end_if_full(self, choice: AnswerRow, job: Job) -> None:
         most = self.model.max_positions

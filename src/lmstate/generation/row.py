@@ -167,6 +167,7 @@ class AnswerRow:
         self._eos = frozenset() if params.ignore_eos else model.eos_ids
         self._ends = params.ends(model.eos_ids)
         self._before = before
+        self._vocab_size = model.config.vocab_size
         self._thinking: Thinking | None = None
         if params.max_thinking_tokens is not None:
             self._thinking = Thinking(ThinkingFormat.of(model.tokenizer), before, params.max_thinking_tokens)
@@ -206,12 +207,10 @@ class AnswerRow:
             token, self.forced = self.forced[0], self.forced[1:]
             self._picker.take_forced(0, token)
             return token
-        barred = self._barred(logits)
-        ending = None if self._thinking is None else self._thinking.forced()
-        if ending is not None and (barred is None or not barred[ending]):
+        if (ending := self._ending(logits)) is not None:
             self._picker.take(0, ending)
             return ending
-        return self._picker.pick(_without(logits, barred)[None], [0])[0]
+        return self._picker.pick(_without(logits, self._barred(logits))[None], [0])[0]
 
     def distribution(self, logits: Tensor) -> Tensor:
         """The distribution that `pick` draws from: float64 `[V]`, from logits `[V]`."""
@@ -243,6 +242,31 @@ class AnswerRow:
             return Draft()
 
     # ---- going on
+
+    def replay(self, tokens: Sequence[int]) -> None:
+        """Take the tokens that this answer began with elsewhere: what comes next is what came next there.
+
+        Each uses up what it used up there: a random number, its place in the grammar and in the thinking section. The
+        last one is to be read. Raises StateError for tokens that cannot be this answer's.
+        """
+        for token in tokens:
+            if self.over:
+                raise StateError(f"answered tokens go on after the answer ended ({self.finished})")
+            if self.forced:
+                expected, self.forced = self.forced[0], self.forced[1:]
+                self._picker.take_forced(0, token)
+            elif (ending := self._ending(torch.zeros(self._vocab_size))) is not None:
+                expected = ending
+                self._picker.take(0, token)
+            else:
+                expected = token
+                self._picker.take_forced(0, token)
+            if token != expected or token in self._ends:
+                raise StateError(
+                    f"token {token} was answered, which cannot come there: give the tokens as they were sent"
+                )
+            self._take(token, None, keep_forced=True)
+        del self.feed[:-1]
 
     def take(self, token: int, logits: Tensor) -> str:
         """The answer goes on with `token`, chosen from `logits` float32 `[V]`. Returns the text that it grew by."""
@@ -295,6 +319,13 @@ class AnswerRow:
     @property
     def _must_go_on(self) -> bool:
         return len(self.tokens) < self.params.min_tokens
+
+    def _ending(self, logits: Tensor) -> int | None:
+        """The token that has to come next to end the thinking section, unless it must not."""
+        ending = None if self._thinking is None else self._thinking.forced()
+        if ending is None or ((barred := self._barred(logits)) is not None and barred[ending]):
+            return None
+        return ending
 
     def _barred(self, logits: Tensor) -> Tensor | None:
         """bool `[V]`: what must not come next; None if anything may."""
