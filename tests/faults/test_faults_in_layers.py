@@ -14,6 +14,7 @@ KINDS = [
     "llama",
     "mistral",
     "deepseek_v3",
+    "deepseek_v32",
     "qwen3_next",
     "mamba2",
     "mamba",

@@ -28,6 +28,7 @@ KINDS = {
     "stretched rope": "llama-longrope",
     "shared": "gemma4-shared",
     "latent": "deepseek_v3",
+    "chosen positions": "deepseek_v32",
     "gated delta": "qwen3_next-dense",  # without experts: two nearly as good may change places with a rounding
     "channel-gated delta": "kimi_linear",
     "Mamba-2": "mamba2",

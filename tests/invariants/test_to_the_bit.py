@@ -33,6 +33,7 @@ EACH: dict[str, dict[str, object]] = {  # one of every layer kind that has nativ
     "gemma2": SIZES,
     "gpt_oss": SIZES,
     "deepseek_v3": SIZES,
+    "deepseek_v32": SIZES,
     "qwen3_5": SIZES,
     "kimi_linear": SIZES,
     "mamba2": {"hidden_size": 64, "num_heads": 16},

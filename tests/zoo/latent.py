@@ -28,6 +28,9 @@ _YARN = {
     "beta_fast": 32.0, "beta_slow": 1.0,
 }  # fmt: skip
 
+_INDEXED = {"index_n_heads": 32, "index_head_dim": 16, "index_topk": 12}
+"""Heads enough that no two scores of a test are the same: of those transformers chooses by the length of the row."""
+
 CASES = {
     "deepseek_v2": partial(_config, "DeepseekV2Config", topk_method="group_limited_greedy", routed_scaling_factor=3.0),
     "deepseek_v2-greedy": partial(
@@ -41,6 +44,15 @@ CASES = {
         _config, "DeepseekV3Config", q_lora_rank=None, kv_lora_rank=10, qk_nope_head_dim=8, v_head_dim=16,
         n_group=1, topk_group=1, norm_topk_prob=False, first_k_dense_replace=2, rope_interleave=False,
         rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "deepseek_v32": partial(_config, "DeepseekV32Config", n_routed_experts=16, n_shared_experts=1, **_INDEXED),
+    "deepseek_v32-yarn": partial(
+        _config, "DeepseekV32Config", n_shared_experts=1, first_k_dense_replace=0, **{**_INDEXED, "index_topk": 40},
+        rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "glm_moe_dsa": partial(_config, "GlmMoeDsaConfig", **_INDEXED),
+    "glm_moe_dsa-shared": partial(
+        _config, "GlmMoeDsaConfig", num_hidden_layers=4, indexer_types=["full", "shared", "full", "shared"], **_INDEXED
     ),
     "minicpm3": partial(_config, "MiniCPM3Config"),
     "minicpm3-plain": partial(

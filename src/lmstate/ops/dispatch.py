@@ -164,6 +164,7 @@ def exact(*tensors: Tensor | None) -> bool:
 
 _ALIKE = (
     "attend_latent",
+    "choose_positions",
     "norm",
     "rope",
     "append",

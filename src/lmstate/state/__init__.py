@@ -2,11 +2,11 @@
 
 from lmstate.state.blocks import BlockPool
 from lmstate.state.kv.eviction.latent import EvictingLatentState
-from lmstate.state.kv.factory import attention_state, latent_state
+from lmstate.state.kv.factory import attention_state, indexed_latent_state, keeping_all, latent_state
 from lmstate.state.layers.attention import AttentionState, KeyValueState
 from lmstate.state.layers.base import LayerState, Layout
 from lmstate.state.layers.composite import CompositeState
-from lmstate.state.layers.latent import LatentState
+from lmstate.state.layers.latent import IndexKeys, LatentState
 from lmstate.state.layers.recurrent import RecurrentState
 from lmstate.state.layers.shared_kv import SharedState
 from lmstate.state.snapshot import Snapshot
@@ -19,6 +19,7 @@ __all__ = [
     "BlockPool",
     "CompositeState",
     "EvictingLatentState",
+    "IndexKeys",
     "KeyValueState",
     "LatentState",
     "LayerState",
@@ -30,5 +31,7 @@ __all__ = [
     "State",
     "Step",
     "attention_state",
+    "indexed_latent_state",
+    "keeping_all",
     "latent_state",
 ]

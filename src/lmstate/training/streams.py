@@ -19,9 +19,11 @@ from lmstate.errors import UnsupportedError
 from lmstate.models.block import Block, new_layers
 from lmstate.ops import ScanStart
 from lmstate.ops.attention.attend_latent import attend_latent
+from lmstate.ops.attention.choose import attend_chosen, choose_positions
 from lmstate.state import (
     AttentionState,
     CompositeState,
+    IndexKeys,
     LatentState,
     LayerState,
     Layout,
@@ -35,6 +37,7 @@ from lmstate.state.kv.policies.base import Evicting
 from lmstate.state.kv.policies.per_layer import Policies, policies_of
 from lmstate.state.kv.policies.storage import Dense
 from lmstate.state.layers.base import Policy
+from lmstate.state.layers.latent import IndexedLatentState
 from lmstate.state.layers.recurrent import Carry
 from lmstate.training.evicting import StreamEvicting, StreamEvictingLatents
 from lmstate.training.past import Past, attend_past, whole_text
@@ -104,12 +107,35 @@ class StreamLatents(LatentState):
     def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
         return attend_latent(q_latent, q_rope, *self.latents(step), step.starts_t, step.counts_t, scale=scale)
 
+    def attend_chosen(self, q_latent: Tensor, q_rope: Tensor, chosen: Tensor, step: Step, *, scale: float) -> Tensor:
+        latent, rope_key = (part[:, None] for part in self.latents(step))
+        return attend_chosen(q_latent, q_rope, latent, rope_key, chosen, scale=scale)
+
     def nbytes(self) -> int:
         return self.past.k.nbytes + self.past.v.nbytes
 
     def clear(self) -> None:
         """Let go of what a chunk's graph held."""
         self._again = None
+
+
+class StreamIndexedLatents(StreamLatents, IndexKeys):
+    """The same, with the keys of an index `[R, 1, S, Di]`, through which no gradient goes."""
+
+    def __init__(self, layout: Layout, like: IndexedLatentState) -> None:
+        super().__init__(layout, like)
+        (self.keys,) = whole_text([like.buffers["index"]], layout)
+
+    def store_index(self, keys: Tensor, step: Step) -> None:
+        start = start_of(step)
+        self.keys[:, start : start + step.width] = keys.detach()
+
+    def choose(self, q: Tensor, weights: Tensor, budget: int, step: Step) -> Tensor:
+        stored = self.keys[:, None, : self.extent(step)]
+        return choose_positions(q, weights, stored, step.starts_t, step.counts_t, budget)
+
+    def nbytes(self) -> int:
+        return super().nbytes() + self.keys.nbytes
 
 
 class StreamCarry(RecurrentState):
@@ -205,6 +231,8 @@ def _stream(made: LayerState, layout: Layout, known: dict[int, LayerState]) -> L
         stream = SharedState(source)
     elif type(made) is AttentionState:
         stream = StreamAttention(layout, made)
+    elif isinstance(made, IndexedLatentState):
+        stream = StreamIndexedLatents(layout, made)
     elif type(made) is LatentState:
         stream = StreamLatents(layout, made)
     elif isinstance(made, EvictingLatentState):

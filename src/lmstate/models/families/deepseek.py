@@ -1,7 +1,8 @@
 """DeepSeek-V2 (2405.04434) and V3 (2412.19437): latent attention, and experts chosen inside the best groups.
 
 Kimi K2 and GLM-4.7-Flash are like V3, Youtu-LLM is without experts, A.X K1 normalizes what its experts give, and
-queries of Mistral 4 grow with the length of the text.
+queries of Mistral 4 grow with the length of the text. DeepSeek-V3.2 (2512.02556) and GLM-5 attend to positions that an
+index chooses; layers of GLM-5.2 share one choice.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ import torch
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
+from lmstate.errors import ModelError
 from lmstate.models.families import builders as b
 from lmstate.models.families.mistral import temperature_of
 from lmstate.models.layers.mla import MultiHeadLatentAttention
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.layers.moe import Router
+from lmstate.models.layers.position_index import EarlierChoice, PositionIndex
 from lmstate.models.layers.rope import Rope, make_rope, rope_fields
 from lmstate.models.model import Block, Model
+from lmstate.ops import Norm
 
 DEEPSEEK_V3 = {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}
 DEFAULTS: b.Defaults = {
@@ -32,6 +36,14 @@ DEFAULTS: b.Defaults = {
         "topk_group": 4,
     },
     "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v32": {**DEEPSEEK_V3, "n_shared_experts": 1, "first_k_dense_replace": 3},
+    "glm_moe_dsa": {
+        **b.EPS,
+        "routed_scaling_factor": 2.5,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "index_n_heads": 32,
+    },
     "glm4_moe_lite": {**b.EPS, "routed_scaling_factor": 1.8, "first_k_dense_replace": 1, "n_shared_experts": 1},
     "kimi_k2": DEEPSEEK_V3,
     "sarvam_mla": {"routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "n_shared_experts": 1},
@@ -63,6 +75,8 @@ DEFAULTS: b.Defaults = {
 
 BEFORE_V3 = ("deepseek", "deepseek_v2", "deepseek_ocr2_text")
 
+INDEXED = {"deepseek_v32": False, "glm_moe_dsa": True}
+"""Families whose layers choose positions; whether the rope of their index has its pairs side by side."""
 LATENT_EPS = 1e-6  # of the norms inside the attention, whatever the config says of the others
 
 
@@ -75,6 +89,8 @@ def build(w: WeightLoader) -> Model:
     normed = b.rms_norms(w, shape)
     normed_after = config.str("model_type") == "axk1"  # what the experts and those beside them give together
     sparse = b.sparse_layers(config, shape.layers) if b.expert_count(config) else [False] * shape.layers
+    chooses = _choosing_layers(config, shape.layers) if config.str("model_type") in INDEXED else []
+    indexes: list[PositionIndex] = []
 
     def is_sparse(index: int, prefix: str) -> bool:
         return sparse[index] if index < shape.layers else w.has(f"{prefix}.gate.weight")
@@ -89,6 +105,13 @@ def build(w: WeightLoader) -> Model:
         normed_last = normed_after and is_sparse(index, f"{layer}.mlp")
         after = b.first_present(w, f"{layer}.post_mlp_layernorm.weight", f"{layer}.mlp.post_mlp_layernorm.weight")
         mixer = latent_attention(w, f"{layer}.self_attn", shape, rope, rope_dim, latent_scale(config))
+        if chooses and (index >= shape.layers or chooses[index]):
+            indexes.append(
+                position_index(w, f"{layer}.self_attn.indexer", shape, rope, INDEXED[config.str("model_type")])
+            )
+            mixer = replace(mixer, index=indexes[-1])
+        elif chooses:
+            mixer = replace(mixer, index=EarlierChoice(indexes[-1].name, indexes[-1].budget))
         return Block(
             replace(mixer, temperature=temperature),
             feed_forward(index, f"{layer}.mlp"),
@@ -100,6 +123,38 @@ def build(w: WeightLoader) -> Model:
     names = b.layers_past_the_last(w, shape.layers)
     heads = b.prediction_heads(w, shape, normed, names, partial(block, shape.layers))
     return b.decoder(w, shape, block, heads=heads, ignore=b.mtp_tensors(config, shape))
+
+
+def _choosing_layers(config: Config, layers: int) -> list[bool]:
+    """Whether each layer chooses positions for itself, and does not go by the choice of the last one that did."""
+    kinds = list(config.strs("indexer_types", layers, allowed=("full", "shared"), default=()))
+    if not kinds:
+        pattern = config.str("index_topk_pattern", default="")
+        every = config.int("index_topk_freq", low=1, default=1)
+        first = config.int("index_skip_topk_offset", high=b.MAX_SIZE, default=2)
+        kinds = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern] or [
+            "full" if max(layer - first + 1, 0) % every == 0 else "shared" for layer in range(layers)
+        ]
+    if len(kinds) != layers or kinds[0] != "full" or not set(kinds) <= {"full", "shared"}:
+        raise ModelError(
+            f"config: the index of {layers} layers is {kinds}; each is full or shared, and the first one is full"
+        )
+    return [kind == "full" for kind in kinds]
+
+
+def position_index(w: WeightLoader, prefix: str, shape: b.Dims, rope: Rope, interleaved: bool) -> PositionIndex:
+    """An index of positions under DeepSeek's names: `wk`, `k_norm`, `wq_b` and `weights_proj`."""
+    heads = w.config.int("index_n_heads", low=1, high=b.MAX_SIZE, default=64)
+    dim = w.config.int("index_head_dim", low=1, high=b.MAX_SIZE, default=128)
+    query_latent = w.config.int("q_lora_rank", low=1, high=b.MAX_SIZE)
+    return PositionIndex(
+        w.linear(f"{prefix}.wk.weight", shape=(dim, shape.hidden)),
+        Norm(w.tensor(f"{prefix}.k_norm.weight", (dim,)), 1e-6, "layer", w.tensor(f"{prefix}.k_norm.bias", (dim,))),
+        w.linear(f"{prefix}.wq_b.weight", shape=(heads * dim, query_latent)),
+        b.router_weight(w, f"{prefix}.weights_proj.weight", heads, shape.hidden),
+        replace(rope, interleaved=interleaved),
+        w.config.int("index_topk", low=1, default=2048),
+    )
 
 
 def _rope(config: Config, rope_dim: int) -> Rope:

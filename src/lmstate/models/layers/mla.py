@@ -9,10 +9,20 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.models.layers.attention import Temperature, gated
+from lmstate.models.layers.position_index import EarlierChoice, PositionIndex
 from lmstate.models.layers.rope import Rope
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.ops.dense.per_head import per_head_matmul
-from lmstate.state import EvictingLatentState, LatentState, LayerState, Layout, Step, latent_state
+from lmstate.state import (
+    EvictingLatentState,
+    LatentState,
+    LayerState,
+    Layout,
+    Step,
+    indexed_latent_state,
+    keeping_all,
+    latent_state,
+)
 
 EXPANDED = 1 << 25
 """Numbers of expanded keys and values that exist at a time."""
@@ -25,7 +35,8 @@ class MultiHeadLatentAttention:
     Few new tokens attend to the latents: `key_up` goes into the query and `value_up` into the output, and nothing is
     expanded. Many new tokens cost less with keys and values expanded for the length of the call; which is cheaper is
     counted, see `_expands`. `rope` None: the layer knows no positions, and r is a key like others. `head_gate`: the
-    last H rows of `down` give a number a head, whose sigmoid multiplies what the head has seen (Ling 3.0).
+    last H rows of `down` give a number a head, whose sigmoid multiplies what the head has seen (Ling 3.0). `index`: it
+    chooses the positions that are attended to, or an earlier layer has (DeepSeek V3.2).
     """
 
     down: Weight  # [Q + Lat + Dr, E]: query (or its latent), latent, rope key, gate if `head_gate`
@@ -42,10 +53,11 @@ class MultiHeadLatentAttention:
     out_bias: Tensor | None = None
     head_gate: bool = False
     temperature: Temperature | None = None
+    index: PositionIndex | EarlierChoice | None = None
 
     @property
     def kind(self) -> str:
-        return "latent"
+        return "latent" if self.index is None else "indexed latent"
 
     @property
     def latent_dim(self) -> int:
@@ -53,6 +65,12 @@ class MultiHeadLatentAttention:
 
     def new_state(self, layout: Layout) -> LayerState:
         rotate_by = self.rope.rotate_by if self.rope is not None else None
+        if self.index is not None:
+            layout = keeping_all(layout)
+        if isinstance(self.index, PositionIndex):
+            sizes = self.latent_dim, self.rope_dim, self.index.dim
+            rotate_index_by = self.index.rope.rotate_by
+            return indexed_latent_state(layout, *sizes, rotate_by=rotate_by, rotate_index_by=rotate_index_by)
         return latent_state(
             layout, self.latent_dim, self.rope_dim, rotate_by=rotate_by, heads=len(self.key_up), scale=self.scale
         )  # fmt: skip
@@ -66,8 +84,14 @@ class MultiHeadLatentAttention:
         gates = heads if self.head_gate else 0
         query_width = projected.shape[-1] - latent_dim - self.rope_dim - gates
         q, latent, rope_key, gate = projected.split([query_width, latent_dim, self.rope_dim, gates], dim=-1)
+        if self.q_norm is not None:
+            q = ops.norm(q, self.q_norm)
+        chosen = None
+        if self.index is not None:
+            assert isinstance(cache, LatentState)
+            chosen = self.index.choose(x, q, step, cache, norm)
         if self.q_up is not None:
-            q = ops.linear(q if self.q_norm is None else ops.norm(q, self.q_norm), self.q_up)
+            q = ops.linear(q, self.q_up)
         q = q.unflatten(-1, (heads, -1))  # [R, T, H, Dn + Dr]
         if self.temperature is not None:
             q = q * self.temperature.at(step)  # a number a token, which no rotation touches
@@ -77,18 +101,29 @@ class MultiHeadLatentAttention:
             q_rope = ops.rope(q_rope, cos, sin, self.rope.interleaved)
             rope_key = ops.rope(rope_key[:, :, None], cos, sin, self.rope.interleaved)[:, :, 0]
         cache.store(ops.norm(latent, self.latent_norm), rope_key, step)
-        attend = (
-            self._expanded if not cache.observed and self._expands(step.width, cache.extent(step)) else self._absorbed
-        )
-        seen = attend(q_nope, q_rope, cache, step)  # [R, T, H * Dv]
+        if chosen is None and not cache.observed and self._expands(step.width, cache.extent(step)):
+            seen = self._expanded(q_nope, q_rope, cache, step)  # [R, T, H * Dv]
+        else:
+            seen = self._absorbed(q_nope, q_rope, cache, step, chosen)
         if self.head_gate:
             seen = gated(seen.unflatten(-1, (heads, -1)), gate).flatten(-2)
         return ops.linear(seen, self.out, self.out_bias, residual=residual)
 
-    def _absorbed(self, q_nope: Tensor, q_rope: Tensor, cache: LatentState | EvictingLatentState, step: Step) -> Tensor:
-        """Attention over the latents as they are stored -> `[R, T, H * Dv]`."""
+    def _absorbed(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        cache: LatentState | EvictingLatentState,
+        step: Step,
+        chosen: Tensor | None,
+    ) -> Tensor:
+        """Attention over the latents as they are stored, or those of chosen positions -> `[R, T, H * Dv]`."""
         q_latent = per_head_matmul(q_nope, self.key_up)  # [R, T, H, Lat]
-        seen = cache.attend_latents(q_latent, q_rope, step, scale=self.scale)
+        if chosen is None:
+            seen = cache.attend_latents(q_latent, q_rope, step, scale=self.scale)
+        else:
+            assert isinstance(cache, LatentState)
+            seen = cache.attend_chosen(q_latent, q_rope, chosen, step, scale=self.scale)
         return per_head_matmul(seen, self.value_up).flatten(-2)
 
     def _expanded(self, q_nope: Tensor, q_rope: Tensor, cache: LatentState | EvictingLatentState, step: Step) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 
 from lmstate.ops.cpu.attention import AttentionBodies
+from lmstate.ops.cpu.choose import ChoosingBodies
 from lmstate.ops.cpu.dense import DenseBodies
 from lmstate.ops.cpu.fused import FusedBodies
 from lmstate.ops.cpu.mixers import MixerBodies
@@ -21,6 +22,7 @@ class Library:
         self.variant = variant
         self.dense = DenseBodies(library)
         self.attention = AttentionBodies(library)
+        self.choosing = ChoosingBodies(library)
         self.slots = SlotBodies(library)
         self.recurrent = RecurrentBodies(library)
         self.mixers = MixerBodies(library)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
-from torch import Tensor
-
+from lmstate.errors import UnsupportedError
 from lmstate.ops import FULL_CAUSAL, CausalMask
 from lmstate.state.kv.eviction.attention import EvictingState
 from lmstate.state.kv.eviction.latent import EvictingLatentState
 from lmstate.state.kv.policies.base import Evicting
 from lmstate.state.kv.policies.storage import Dense, Quantized
-from lmstate.state.kv.quantized.attention import QuantizedAttentionState, QuantizedLatentState
+from lmstate.state.kv.quantized.attention import (
+    QuantizedAttentionState,
+    QuantizedIndexedLatentState,
+    QuantizedLatentState,
+)
 from lmstate.state.kv.quantized.blocks import BlockState
 from lmstate.state.layers.attention import AttentionState, KeyValueState
 from lmstate.state.layers.base import Layout
-from lmstate.state.layers.latent import LatentState
-
-Shift = Callable[[Tensor, int], Tensor]
+from lmstate.state.layers.latent import IndexedLatentState, LatentState, Shift
 
 
 def attention_state(
@@ -74,6 +74,37 @@ def latent_state(
     if isinstance(policy, Quantized):
         return QuantizedLatentState(layout, policy, latent_dim, rope_dim, rotate_by=rotate_by)
     return LatentState(stored_as(layout, policy), latent_dim, rope_dim, rotate_by=rotate_by)
+
+
+def indexed_latent_state(
+    layout: Layout,
+    latent_dim: int,
+    rope_dim: int,
+    index_dim: int,
+    *,
+    rotate_by: Shift | None,
+    rotate_index_by: Shift,
+) -> LatentState:
+    """The same of a layer whose index chooses what it attends to; for `keeping_all(layout)`."""
+    policy = layout.kv
+    if isinstance(policy, Quantized):
+        return QuantizedIndexedLatentState(
+            layout, policy, latent_dim, rope_dim, index_dim, rotate_index_by=rotate_index_by
+        )
+    layout = stored_as(layout, policy)
+    return IndexedLatentState(
+        layout, latent_dim, rope_dim, index_dim, rotate_by=rotate_by, rotate_index_by=rotate_index_by
+    )
+
+
+def keeping_all(layout: Layout) -> Layout:
+    """`layout`. Raises `UnsupportedError` for a policy that forgets positions."""
+    if isinstance(layout.kv, Evicting):
+        raise UnsupportedError(
+            f"kv={layout.kv} was asked for; a layer of this model attends to positions that an index chooses among all "
+            "of them, so that none can be forgotten: use Dense() or Quantized()"
+        )
+    return layout
 
 
 def stored_as(layout: Layout, policy: object) -> Layout:

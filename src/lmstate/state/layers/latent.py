@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
 from lmstate import ops
 from lmstate.ops.attention.attend_latent import attend_latent
+from lmstate.ops.attention.choose import attend_chosen, choose_positions
 from lmstate.ops.types.block_table import BlockTable, Stored, dense
 from lmstate.state.layers.base import Layout
 from lmstate.state.layers.slots import SlotState
 from lmstate.state.step import DeviceStep, Step
+
+Shift = Callable[[Tensor, int], Tensor]
 
 
 class LatentState(SlotState):
@@ -28,11 +31,15 @@ class LatentState(SlotState):
         latent_dim: int,
         rope_dim: int,
         *,
-        rotate_by: Callable[[Tensor, int], Tensor] | None = None,
+        rotate_by: Shift | None = None,
+        beside: Mapping[str, tuple[int, ...]] | None = None,
     ):
-        """`rotate_by(keys [K, S, Dr], delta)` rotates rope keys as if each had stood `delta` positions farther on."""
+        """`rotate_by(keys [K, S, Dr], delta)` rotates rope keys as if each had stood `delta` positions farther on.
+
+        `beside`: widths of more buffers, as in `SlotState`.
+        """
         self.rotate_by = rotate_by
-        super().__init__(layout, {"latent": (latent_dim,), "rope": (rope_dim,)}, window_span=None)
+        super().__init__(layout, {"latent": (latent_dim,), "rope": (rope_dim,), **(beside or {})}, window_span=None)
 
     def store(self, latent: Tensor, rope_key: Tensor, step: Step) -> None:
         """Store the new tokens' latents `[R, T, Lat]` and rotated rope keys `[R, T, Dr]`."""
@@ -60,6 +67,51 @@ class LatentState(SlotState):
         """Attend to the latents themselves: q `[R, T, H, Lat]` and `[R, T, H, Dr]` -> float32 `[R, T, H, Lat]`."""
         latent, rope_key = (_one_head(self.stored(name)) for name in ("latent", "rope"))
         return attend_latent(q_latent, q_rope, latent, rope_key, step.starts_t, step.counts_t, scale=scale)
+
+    def attend_chosen(self, q_latent: Tensor, q_rope: Tensor, chosen: Tensor, step: Step, *, scale: float) -> Tensor:
+        """The same to chosen positions `[R, T, k]` alone, see `choose_positions`."""
+        return attend_chosen(q_latent, q_rope, self.stored("latent"), self.stored("rope"), chosen, scale=scale)
+
+
+class IndexKeys(SlotState):
+    """Beside what a layer stores, a small key of each position, `[R, S, Di]`, by which positions are chosen."""
+
+    kind = "indexed latent"
+    rotate_index_by: Shift
+
+    def store_index(self, keys: Tensor, step: Step) -> None:
+        """Store the new tokens' rotated keys `[R, T, Di]`."""
+        new, held = keys.detach()[:, :, None], self.stored("index")
+        ops.append(new, new, held, held, step.starts_t, step.counts_t)  # it stores pairs: this one twice
+
+    def choose(self, q: Tensor, weights: Tensor, budget: int, step: Step) -> Tensor:
+        """Positions `[R, T, k]` for queries `[R, T, Hi, Di]` with weights `[R, T, Hi]`: see `choose_positions`."""
+        return choose_positions(q, weights, self.stored("index"), step.starts_t, step.counts_t, budget)
+
+    def moved(self, name: str, stored: Tensor, delta: int) -> Tensor:
+        if name == "index":
+            return self.rotate_index_by(stored[None], delta)[0].to(stored)
+        return super().moved(name, stored, delta)
+
+
+class IndexedLatentState(IndexKeys, LatentState):
+    """Latents, rope keys and the keys of an index."""
+
+    what = "latents, rope keys and index keys"
+
+    def __init__(
+        self,
+        layout: Layout,
+        latent_dim: int,
+        rope_dim: int,
+        index_dim: int,
+        *,
+        rotate_by: Shift | None,
+        rotate_index_by: Shift,
+    ):
+        """The arguments are those of `LatentState`; `rotate_index_by`: the same of index keys `[K, S, Di]`."""
+        self.rotate_index_by = rotate_index_by
+        super().__init__(layout, latent_dim, rope_dim, rotate_by=rotate_by, beside={"index": (index_dim,)})
 
 
 def _one_head(x: Stored) -> Stored:

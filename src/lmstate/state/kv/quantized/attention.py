@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -10,13 +10,14 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.ops.attention.attend_latent import attend_latent
 from lmstate.ops.attention.attend_quantized import WHOLE, attend_quantized
+from lmstate.ops.attention.choose import attend_chosen
 from lmstate.ops.types import kv_format
 from lmstate.ops.types.block_table import Stored, dense
 from lmstate.state.gradients import refused, wanted
 from lmstate.state.kv.policies.storage import Quantized
 from lmstate.state.layers.attention import AttentionState
 from lmstate.state.layers.base import Layout
-from lmstate.state.layers.latent import LatentState
+from lmstate.state.layers.latent import IndexKeys, LatentState, Shift
 from lmstate.state.layers.slots import SlotState
 from lmstate.state.step import Step
 
@@ -70,12 +71,13 @@ class QuantizedLatentState(LatentState):
         latent_dim: int,
         rope_dim: int,
         *,
-        rotate_by: Callable[[Tensor, int], Tensor] | None = None,
+        rotate_by: Shift | None = None,
+        beside: Mapping[str, tuple[int, ...]] | None = None,
     ):
         self.bits, self.rotate_by = storage.bits, rotate_by
         self._lost = False  # whether what is stored of the step had a gradient to follow
         widths, dtypes = coded_buffers({"latent": latent_dim, "rope": rope_dim}, self.bits)
-        SlotState.__init__(self, layout, widths, None, dtypes)
+        SlotState.__init__(self, layout, {**widths, **(beside or {})}, None, dtypes)
 
     def store(self, latent: Tensor, rope_key: Tensor, step: Step) -> None:
         self._lost = wanted(latent, rope_key)
@@ -90,12 +92,10 @@ class QuantizedLatentState(LatentState):
 
     def _transformed(self, step: Step) -> tuple[Tensor, Tensor]:
         end = max(step.ends, default=0)
-        rings = {name: dense(x)[:, 0, :end] for name, x in self.all_stored().items()}
-        latent, rope_key = (
-            kv_format.decode(rings[name], rings[f"{name}.scale"], self.bits, self.layout.dtype)
-            for name in ("latent", "rope")
-        )
-        return latent, rope_key
+        names = ("latent", "latent.scale", "rope", "rope.scale")
+        codes, scales, rope_codes, rope_scales = (dense(self.stored(name))[:, 0, :end] for name in names)
+        latent = kv_format.decode(codes, scales, self.bits, self.layout.dtype)
+        return latent, kv_format.decode(rope_codes, rope_scales, self.bits, self.layout.dtype)
 
     def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
         q_latent, q_rope = kv_format.hadamard(q_latent), kv_format.hadamard(q_rope)
@@ -103,8 +103,33 @@ class QuantizedLatentState(LatentState):
         seen = kv_format.hadamard(seen)
         return refused(seen, LOSS) if self._lost or wanted(q_latent, q_rope) else seen
 
+    def attend_chosen(self, q_latent: Tensor, q_rope: Tensor, chosen: Tensor, step: Step, *, scale: float) -> Tensor:
+        q_latent, q_rope = kv_format.hadamard(q_latent), kv_format.hadamard(q_rope)
+        latent, rope_key = (part[:, None] for part in self._transformed(step))
+        seen = kv_format.hadamard(attend_chosen(q_latent, q_rope, latent, rope_key, chosen, scale=scale))
+        return refused(seen, LOSS) if self._lost or wanted(q_latent, q_rope) else seen
+
     def refuses_drop(self, row: int) -> str | None:
         return REFUSAL
+
+
+class QuantizedIndexedLatentState(IndexKeys, QuantizedLatentState):
+    """Codes of latents and rope keys, and the keys of an index as they are: a choice is made of what was computed."""
+
+    what = "quantized latents and rope keys, and index keys"
+
+    def __init__(
+        self,
+        layout: Layout,
+        storage: Quantized,
+        latent_dim: int,
+        rope_dim: int,
+        index_dim: int,
+        *,
+        rotate_index_by: Shift,
+    ):
+        self.rotate_index_by = rotate_index_by
+        super().__init__(layout, storage, latent_dim, rope_dim, beside={"index": (index_dim,)})
 
 
 def detached(new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:

@@ -1,0 +1,100 @@
+"""Attention to chosen positions (DeepSeek Sparse Attention, 2512.02556).
+
+Beside its latent a layer stores a small key of each token, its index. A query scores every key that it may see,
+`sum over heads of weight_h relu(q_h . key)`, and attends to the `budget` positions of the largest scores. Of two that
+are the same, the later position is chosen: sums of relus are often exactly zero, and a choice that depended on the
+number of stored positions would depend on where the text was cut.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lmstate.ops import dispatch
+from lmstate.ops.attention.attend_latent import attend_latent
+from lmstate.ops.types.block_table import Stored, dense
+
+SCORES = 1 << 24
+"""Scores that exist at a time."""
+GATHERED = 1 << 23
+"""Numbers that are put side by side at a time."""
+
+
+@torch.no_grad()
+def choose_positions(q: Tensor, weights: Tensor, keys: Stored, starts: Tensor, counts: Tensor, budget: int) -> Tensor:
+    """The positions that new tokens attend to: int64 `[R, T, k]` in ascending order, then -1; k = min(budget, S).
+
+    q              [R, T, Hi, Di]
+    weights        [R, T, Hi]       float32, of each head's scores
+    keys           [R, 1, S, Di]    blocks, or position p in slot p; new tokens are already stored
+    starts, counts [R] int64        query i < counts[r] of row r stands at position starts[r] + i and sees the positions
+                                    up to its own
+
+    Natively a score is summed in one order, so that a choice is the same however the text is cut.
+    """
+    budget = min(budget, keys.shape[2])
+    tokens = max(1, SCORES // max(q.shape[0] * keys.shape[2], 1))
+    body = dispatch.native(q, weights, keys)
+    native = body.choosing if body is not None and body.choosing.can_choose(q, weights, keys) else None
+    parts = []
+    for first in range(0, max(q.shape[1], 1), tokens):
+        some, offsets = slice(first, first + tokens), (starts + first, (counts - first).clamp(0, tokens))
+        if native is not None:
+            parts.append(native.choose(q[:, some], weights[:, some], keys, *offsets, budget))
+        else:
+            parts.append(choose_positions_reference(q[:, some], weights[:, some], keys, *offsets, budget))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def choose_positions_reference(
+    q: Tensor, weights: Tensor, keys: Stored, starts: Tensor, counts: Tensor, budget: int
+) -> Tensor:
+    stored = dense(keys)[:, 0].to(q.dtype)  # [R, S, Di]
+    size, device = stored.shape[1], stored.device
+    scores = q.new_zeros(*q.shape[:2], size)
+    for head in range(q.shape[2]):
+        scores += weights[:, :, head, None] * (q[:, :, head] @ stored.mT).relu()
+    offsets, places = torch.arange(q.shape[1], device=device), torch.arange(size, device=device)
+    own = (starts.to(device)[:, None] + offsets)[..., None]  # [R, T, 1]
+    hidden = (places > own) | (offsets >= counts.to(device)[:, None])[..., None]
+    # From the last position on: a stable sort keeps the order of those whose scores are the same.
+    order = scores.masked_fill(hidden, float("-inf")).flip(-1).sort(dim=-1, descending=True, stable=True).indices
+    chosen = size - 1 - order[..., : min(budget, size)]
+    chosen = chosen.masked_fill(hidden.gather(-1, chosen), size).sort(dim=-1).values
+    return chosen.masked_fill(chosen == size, -1)
+
+
+def attend_chosen(
+    q_latent: Tensor, q_rope: Tensor, latent: Stored, rope_key: Stored, chosen: Tensor, *, scale: float
+) -> Tensor:
+    """Attend to chosen positions of stored latents -> float32 `[R, T, H, Lat]`, zero where none is chosen.
+
+    q_latent, q_rope [R, T, H, Lat] and [R, T, H, Dr], as in `attend_latent`
+    latent, rope_key [R, 1, S, Lat] and [R, 1, S, Dr]: blocks, or position p in slot p
+    chosen           [R, T, k] int64, see `choose_positions`
+
+    They are put side by side, so that what is read and computed follows their number.
+    """
+    body = dispatch.native(q_latent, q_rope, latent, rope_key)
+    if body is None or latent.shape[1] != 1:
+        stored = [dense(part)[:, 0] for part in (latent, rope_key)]
+    rows, width, heads, _ = q_latent.shape
+    counts = (chosen >= 0).sum(-1)  # [R, T]
+    parts = []
+    tokens = max(1, GATHERED // max(rows * chosen.shape[2] * (latent.shape[3] + rope_key.shape[3]), 1))
+    for first in range(0, max(width, 1), tokens):
+        some = slice(first, first + tokens)
+        picked, count = chosen[:, some].flatten(1), counts[:, some].flatten()
+        if body is not None:
+            both = [body.choosing.gather(part, picked.contiguous()) for part in (latent, rope_key)]
+        else:
+            index = picked.clamp(min=0)[..., None]
+            both = [part.gather(1, index.expand(-1, -1, part.shape[2])) for part in stored]
+        # A row of its own for each query, which stands at the last of what it sees.
+        both = [part.unflatten(1, (-1, chosen.shape[2])).flatten(0, 1) for part in both]  # [R * t, k, ..]
+        query, query_rope = (q[:, some].flatten(0, 1)[:, None] for q in (q_latent, q_rope))
+        starts, one = (count - 1).clamp(min=0), count.clamp(max=1)
+        seen = attend_latent(query, query_rope, both[0], both[1], starts, one, scale=scale)
+        parts.append(seen.view(rows, -1, heads, seen.shape[-1]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -1,0 +1,170 @@
+/* Choosing positions (DeepSeek Sparse Attention, 2512.02556): small keys score what is stored, a query attends to the
+ * positions of the largest scores. And putting what it attends to side by side. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "attention/attend_args.h"
+#include "simd/simd.h"
+#include "layout.h"
+
+typedef struct {
+  const float *q, *weights;       /* [R, T, H, D] and [R, T, H] by their strides, their last axes dense */
+  const void *keys;               /* [R, S, D] by its strides, of `kind`; nothing where there is a table */
+  const int64_t *starts, *counts; /* [R] */
+  char *const *table;             /* [R, table_row]: see attend_args */
+  float *scores;                  /* [R, T, S] */
+  int64_t *chosen;                /* [R, T, budget]: positions in order, then -1 */
+  int64_t rows, tokens, heads, dim, slots, budget;
+  int64_t q_row, q_token, q_head, w_row, w_token, key_row, key_slot, table_row, block, kind, threads;
+} choose_args;
+
+enum { RUN = 64, STRIP = 4 * VL }; /* positions that lie together, and that registers hold the scores of */
+
+/* Keys first..first + RUN of a row, each feature's side by side; zeros behind the last slot. */
+static void transpose(const choose_args *a, int64_t r, int64_t first, float *turned) {
+  const int64_t size = size_of((int)a->kind), count = a->slots - first < RUN ? a->slots - first : RUN;
+  const int kind = (int)a->kind;
+  if (count < RUN) memset(turned, 0, (size_t)(a->dim * RUN) * sizeof(float));
+  for (int64_t i = 0; i < count; i++) {
+    const char *key = position_at(a->keys, r * a->key_row * size, a->table ? a->table + r * a->table_row : NULL,
+                                  a->block, a->slots, 0, a->key_slot * size, first + i);
+    for (int64_t d = 0; d < a->dim; d += VL) {
+      const int n = a->dim - d < VL ? (int)(a->dim - d) : VL;
+      float part[VL];
+      vf_store(part, n < VL ? load_part(kind, key, d, n) : load(kind, key, d));
+      for (int j = 0; j < n; j++) turned[(d + j) * RUN + i] = part[j];
+    }
+  }
+}
+
+/* What heads h.. give the scores of a strip. A score is summed feature by feature and then head by head, whatever is
+ * beside it. */
+INLINE void heads_of_strip(const choose_args *a, const float *q, const float *weights, const float *keys, int64_t h,
+                           int heads, vf *total) {
+  vf acc[2][4];
+  UNROLL for (int m = 0; m < heads; m++)
+    UNROLL for (int j = 0; j < 4; j++) acc[m][j] = vf_zero();
+  for (int64_t d = 0; d < a->dim; d++) {
+    vf k[4];
+    UNROLL for (int j = 0; j < 4; j++) k[j] = vf_load(keys + d * RUN + j * VL);
+    UNROLL for (int m = 0; m < heads; m++) {
+      const vf x = vf_set1(q[(h + m) * a->q_head + d]);
+      UNROLL for (int j = 0; j < 4; j++) acc[m][j] = vf_fma(x, k[j], acc[m][j]);
+    }
+  }
+  UNROLL for (int m = 0; m < heads; m++) {
+    const vf w = vf_set1(weights[h + m]);
+    UNROLL for (int j = 0; j < 4; j++) total[j] = vf_fma(w, vf_max(acc[m][j], vf_zero()), total[j]);
+  }
+}
+
+static void score_run(const choose_args *a, const float *q, const float *weights, const float *keys, float *scores) {
+  for (int64_t at = 0; at < RUN; at += STRIP) {
+    vf total[4];
+    UNROLL for (int j = 0; j < 4; j++) total[j] = vf_zero();
+    int64_t h = 0;
+    for (; h + 2 <= a->heads; h += 2) heads_of_strip(a, q, weights, keys + at, h, 2, total);
+    if (h < a->heads) heads_of_strip(a, q, weights, keys + at, h, 1, total);
+    UNROLL for (int j = 0; j < 4; j++) vf_store(scores + at + j * VL, total[j]);
+  }
+}
+
+/* In the order of floats; of both zeros the same. */
+INLINE uint32_t ordered(float x) {
+  const uint32_t bits = to_bits(x + 0.0f);
+  return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
+}
+
+/* The positions of the `budget` largest of n scores, the later one of two that are the same. */
+static void largest(const float *scores, int64_t n, int64_t budget, int64_t *chosen) {
+  int64_t found = 0;
+  if (n <= budget) {
+    for (; found < n; found++) chosen[found] = found;
+  } else {
+    static const int bits[] = {11, 11, 10};
+    uint32_t limit = 0, known = 0;
+    int64_t left = budget, equal = 0; /* of what begins as the limit does: how many are wanted, and there are */
+    for (int pass = 0, below = 32; pass < 3; pass++) {
+      int64_t counts[2048] = {0};
+      below -= bits[pass];
+      const uint32_t mask = (1u << bits[pass]) - 1;
+      for (int64_t i = 0; i < n; i++) {
+        const uint32_t x = ordered(scores[i]);
+        counts[x >> below & mask] += (x & known) == limit;
+      }
+      uint32_t bucket = mask;
+      for (; counts[bucket] < left; bucket--) left -= counts[bucket];
+      equal = counts[bucket], limit |= bucket << below, known |= mask << below;
+    }
+    for (int64_t i = 0, skip = equal - left; i < n; i++) {
+      const uint32_t x = ordered(scores[i]);
+      if (x > limit || (x == limit && skip-- <= 0)) chosen[found++] = i;
+    }
+  }
+  for (; found < budget; found++) chosen[found] = -1;
+}
+
+/* 0; -1 where there was no memory, or 1 + the row whose start or count does not fit. */
+int64_t lmstate_choose(const choose_args *a) {
+  int64_t longest = 0;
+  for (int64_t r = 0; r < a->rows; r++) {
+    if (a->starts[r] < 0 || a->counts[r] < 0 || a->counts[r] > a->tokens ||
+        (a->counts[r] && a->starts[r] + a->counts[r] > a->slots))
+      return 1 + r;
+    if (a->counts[r] && a->starts[r] + a->counts[r] > longest) longest = a->starts[r] + a->counts[r];
+  }
+  const int64_t runs = (longest + RUN - 1) / RUN, width = (a->slots + RUN - 1) / RUN * RUN;
+  int failed = 0;
+#pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
+  {
+    float *turned = malloc((size_t)(a->dim * RUN) * sizeof(float));
+    if (!turned) {
+#pragma omp atomic write
+      failed = 1;
+    }
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < a->rows * runs; i++) {
+      const int64_t r = i / runs, first = i % runs * RUN;
+      if (!turned || !a->counts[r] || first >= a->starts[r] + a->counts[r]) continue;
+      transpose(a, r, first, turned);
+      for (int64_t t = first > a->starts[r] ? first - a->starts[r] : 0; t < a->counts[r]; t++)
+        if (a->starts[r] + t >= a->budget) /* else it sees no more than it may choose */
+          score_run(a, a->q + r * a->q_row + t * a->q_token, a->weights + r * a->w_row + t * a->w_token, turned,
+                    a->scores + (r * a->tokens + t) * width + first);
+    }
+    free(turned);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < a->rows * a->tokens; i++) {
+      const int64_t r = i / a->tokens, t = i % a->tokens;
+      largest(a->scores + i * width, t < a->counts[r] ? a->starts[r] + t + 1 : 0, a->budget, a->chosen + i * a->budget);
+    }
+  }
+  return failed ? -1 : 0;
+}
+
+typedef struct {
+  const void *source;    /* [R, S, D] by its strides; nothing where there is a table */
+  char *const *table;    /* [R, table_row]: see attend_args */
+  const int64_t *chosen; /* [R, N]: positions, or -1 */
+  void *to;              /* [R, N, D], contiguous: zeros where there is none */
+  int64_t rows, count, bytes, slots, row, slot, table_row, block, threads; /* bytes of a vector, and strides in bytes */
+} gather_args;
+
+/* 0, or 1 + the row of which a position is not stored. */
+int64_t lmstate_gather(const gather_args *a) {
+  for (int64_t i = 0; i < a->rows * a->count; i++)
+    if (a->chosen[i] < -1 || a->chosen[i] >= a->slots) return 1 + i / a->count;
+#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1)
+  for (int64_t i = 0; i < a->rows * a->count; i++) {
+    const int64_t r = i / a->count;
+    char *to = (char *)a->to + i * a->bytes;
+    if (a->chosen[i] < 0) memset(to, 0, (size_t)a->bytes);
+    else
+      memcpy(to, position_at(a->source, r * a->row, a->table ? a->table + r * a->table_row : NULL, a->block, a->slots, 0,
+                             a->slot, a->chosen[i]), (size_t)a->bytes);
+  }
+  return 0;
+}
+
+EXPORT_SIZE(choose_args);
+EXPORT_SIZE(gather_args);
