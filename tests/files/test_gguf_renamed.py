@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from lmstate.errors import ModelError
 from tests.files.test_gguf_attention import loaded, same
@@ -83,6 +84,43 @@ FILES: dict[str, File] = {
     "qwen": File(("Qwen2Config", {"num_key_value_heads": 6}), {"feed_forward_length": 160}, fused=True),
     "starcoder": File("gpt_bigcode", {"attention.head_count_kv": 1}),
     "xverse": File(_llama(tie_word_embeddings=True), paired=True),
+    "bloom": File("bloom-untied"),
+    "mpt": File(
+        ("MptConfig", {"num_attention_heads": 4, "max_seq_len": 512, "attn_config": {"clip_qkv": 2.0}}),
+        {"attention.clamp_kqv": 2.0, "attention.max_alibi_bias": 8.0, "feed_forward_length": 192},
+    ),
+    "bitnet": File(
+        ("BitNetConfig", {"hidden_act": "silu", "tie_word_embeddings": True}),
+        names={"self_attn.attn_sub_norm": "attn_sub_norm", "mlp.ffn_sub_norm": "ffn_sub_norm"},
+    ),
+    "paddleocr": File("paddleocr_vl"),
+    "hunyuan_vl": File("hunyuan_vl", {"rope.freq_base": 1000.0 * 50.0 ** (16 / 14)}),
+    "deepseek": File(
+        "deepseek_ocr2", {"leading_dense_block_count": 1, "expert_shared_count": 2, "expert_weights_scale": 1.5},
+        paired=True,
+    ),
+    "bailingmoe2": File(
+        ("Glm4MoeConfig", {"head_dim": 16, "use_qk_norm": True, "n_routed_experts": 8, "num_experts_per_tok": 3,
+                           "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
+                           "first_k_dense_replace": 1, "n_shared_experts": 2}),
+        {"rope.dimension_count": 8, "leading_dense_block_count": 1, "expert_shared_count": 2, "expert_group_count": 4,
+         "expert_group_used_count": 2, "expert_weights_scale": 2.5, "expert_weights_norm": True}, fused=True,
+    ),
+    "minicpm3": File(
+        ("MiniCPM3Config", {"q_lora_rank": 12, "kv_lora_rank": 20, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+                            "v_head_dim": 8, "num_key_value_heads": 6, "scale_emb": 12, "scale_depth": 1.4,
+                            "dim_model_base": 256}),
+        {"attention.key_length": 24, "rope.dimension_count": 8, "attention.q_lora_rank": 12,
+         "attention.kv_lora_rank": 20},
+    ),
+    "step35": File(
+        "step3p5",
+        {"attention.head_count": [6, 8, 8, 6], "attention.sliding_window": 14, "rope.freq_base": 5000.0,
+         "attention.sliding_window_pattern": [False, True, True, False], "rope.freq_base_swa": 1000.0,
+         "expert_shared_feed_forward_length": 40, "expert_weights_scale": 2.0,
+         "swiglu_clamp_exp": [0.0, 0.05, 0.0, 0.0], "swiglu_clamp_shexp": [0.0, 0.04, 0.06, 0.0]},
+        names={"self_attn.g_proj": "attn_gate"},
+    ),
     "dbrx": File("dbrx", {"attention.clamp_kqv": 0.7, "attention.head_count_kv": 2, "feed_forward_length": 24}),
     "granitemoe": File(
         ("GraniteMoeConfig", {**GRANITE_MODEL, "num_local_experts": 5, "num_experts_per_tok": 2}), GRANITE, paired=True
@@ -166,6 +204,9 @@ def first(config: Any, *names: str) -> Any:
 
 
 def metadata(arch: str, config: Any, file: File) -> dict[str, Any]:
+    config = config.get_text_config()
+    if arch == "step35":
+        config.allow_global_per_layer_attribute_access = True
     heads = config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {}
     eps = first(config, "layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps", "layernorm_epsilon")
@@ -202,12 +243,16 @@ def names_of(arch: str, layers: int) -> dict[str, str]:
 
 
 def converted(arch: str, theirs: Any, file: File) -> dict[str, np.ndarray]:
-    config = theirs.config
+    config = theirs.config.get_text_config()
     names = names_of(arch, config.num_hidden_layers)
     out: dict[str, Tensor] = {}
+    wraps = config is not theirs.config
     for full, tensor in theirs.state_dict().items():
         if full.endswith((".attn.bias", "masked_bias", "_decay", "slope_rate")):
             continue
+        if wraps and not full.startswith(("model.language_model.", "lm_head.")):
+            continue
+        full = full.replace("language_model.", "")
         if full == "lm_head.weight" and config.tie_word_embeddings:
             continue
         for name, value in changed(arch, config, full, tensor, file):
@@ -217,7 +262,8 @@ def converted(arch: str, theirs: Any, file: File) -> dict[str, np.ndarray]:
             stem, _, ending = name.replace(".forget_gate", "").rpartition(".")
             match = re.match(r"\w+\.(?:layers|h|blocks)\.(\d+)\.(.+)", stem)
             own = file.names.get(match[2]) if match else None
-            out[f"{f'blk.{match[1]}.{own}' if match and own else names[stem]}.{ending}"] = value
+            known = names.get(stem) or names.get(stem.removeprefix("transformer."))
+            out[f"{f'blk.{match[1]}.{own}' if match and own else known}.{ending}"] = value
     if file.fused:
         for layer in range(config.num_hidden_layers):
             for ending in ("weight", "bias"):
@@ -234,6 +280,13 @@ def changed(arch: str, config: Any, full: str, tensor: Tensor, file: File) -> It
     if file.paired and full.endswith(("q_proj.weight", "k_proj.weight")):
         heads = config.num_attention_heads if "q_proj" in full else config.num_key_value_heads
         yield full, tensor.reshape(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+    elif "query_key_value" in full and arch == "bloom":
+        parted = tensor.unflatten(0, (config.num_attention_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+        yield full, parted
+    elif arch == "step35" and full.endswith("norm.weight"):
+        yield full, tensor + 1
+    elif ".shared_experts." in full and arch == "step35":
+        yield f"{blk}.ffn_{full.split('.')[-2].removesuffix('_proj')}_shexp.weight", tensor
     elif full.endswith("experts.gate_up_proj"):
         tensor = tensor.mT if arch == "llama4" else tensor
         yield from ((f"{blk}.ffn_{part}_exps.weight", half) for part, half in zip(("gate", "up"), tensor.chunk(2, 1)))
@@ -241,7 +294,7 @@ def changed(arch: str, config: Any, full: str, tensor: Tensor, file: File) -> It
         yield f"{blk}.ffn_down_exps.weight", tensor.mT if arch == "llama4" else tensor
     elif full.endswith("e_score_correction_bias"):
         yield f"{blk}.exp_probs_b.bias", tensor
-    elif full.endswith("kv_b_proj.weight"):
+    elif full.endswith("kv_b_proj.weight") and arch != "minicpm3":
         value, key = config.v_head_dim, config.qk_nope_head_dim
         keys, values = tensor.view(-1, key + value, tensor.shape[-1]).split([key, value], dim=1)
         yield f"{layer}.self_attn.k_b_proj.weight", keys.transpose(1, 2)
@@ -304,3 +357,27 @@ def test_rates_that_are_negative_are_refused(tmp_path: Path) -> None:
     tensors["blk.0.ssm_a"] = -tensors["blk.0.ssm_a"]
     with pytest.raises(ModelError, match="must be positive"):
         loaded(tmp_path, "bailingmoe3", values, tensors)
+
+
+class Falling(torch.nn.Module):
+    """A Llama of `transformers` without rotations, whose scores fall with the distance: by its mask."""
+
+    def __init__(self, llama: Any) -> None:
+        super().__init__()
+        self.llama, self.config = llama, llama.config
+
+    def forward(self, tokens: Tensor) -> Any:
+        rows, length = tokens.shape
+        at, heads = torch.arange(length), self.config.num_attention_heads
+        slopes = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32).view(heads, 2)[:, 1]
+        mask = slopes[:, None, None] * (at - at[:, None]).tril() + torch.full((length, length), -torch.inf).triu(1)
+        return self.llama(tokens, attention_mask=mask.expand(rows, -1, -1, -1), position_ids=torch.zeros_like(tokens))
+
+
+@pytest.mark.parametrize(("arch", "layers", "kv_heads"), [("baichuan", 40, 6), ("refact", 3, 1)])
+def test_models_of_llamas_layers_whose_scores_fall(arch: str, layers: int, kv_heads: int, tmp_path: Path) -> None:
+    changes = {"num_hidden_layers": layers, "num_key_value_heads": kv_heads, "attn_implementation": "eager"}
+    file = File(_llama(**changes), paired=arch == "baichuan")
+    theirs = model_of(file)
+    values, tensors = metadata(arch, theirs.config, file), converted(arch, theirs, file)
+    same(loaded(tmp_path, arch, values, tensors), Falling(theirs))

@@ -27,10 +27,12 @@ def build(w: WeightLoader) -> Model:
         raise ModelError(f"{config.where} has norms in the stream itself, which lmstate does not do for BLOOM")
     shape = b.Dims.of(config, eps="layer_norm_epsilon")
     shape = replace(shape, kv_heads=shape.heads)
+    grouped = config.bool("qkv_grouped", default=True)  # not in a GGUF
     normed, slopes = b.layer_norms(w, shape), b.alibi_slopes(shape.heads).to(w.device)
 
     def mixer(_: int, name: str) -> Attention:
-        made = b.fused_attention(w, shape, None, f"{name}.query_key_value", f"{name}.dense", grouped=True, biased=True)
+        fused, out = f"{name}.query_key_value", f"{name}.dense"
+        made = b.fused_attention(w, shape, None, fused, out, grouped=grouped, biased=True)
         return replace(made, slopes=slopes)
 
     block = b.pre_norm(

@@ -6,9 +6,12 @@ part by itself whether it has biases, and the feed-forward part of Arcee has no 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families import builders as b
+from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
 
@@ -57,11 +60,18 @@ def build(w: WeightLoader) -> Model:
     family = config.str("model_type")
     inner, act = config.int("intermediate_size", low=1, high=b.MAX_SIZE), b.activation(config)
     rope = make_rope(config, shape.head_dim, interleaved=family in NEIGHBOURS).to(w.device)
+    falls = config.bool("alibi", default=False)  # in a GGUF of Baichuan or Refact
+    slopes = b.alibi_slopes(shape.heads).to(w.device) if falls else None
     qkv, out, inside = (_says(config, name) for name in BIASES.get(family, ("attention_bias",) * 2 + ("mlp_bias",)))
+
+    def mixer(_: int, name: str) -> Attention:
+        made = b.attention(w, name, shape, None if falls else rope, biased=qkv, out_biased=out)
+        return replace(made, slopes=slopes) if falls else made
+
     made = b.ungated_mlp if family == "arcee" else b.mlp
     block = b.pre_norm(
         b.rms_norms(w, shape),
-        lambda _, name: b.attention(w, name, shape, rope, biased=qkv, out_biased=out),
+        mixer,
         lambda _, name: made(w, name, shape.hidden, inner, act, biased=inside),
     )
     return b.decoder(w, shape, block)

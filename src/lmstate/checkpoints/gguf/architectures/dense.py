@@ -26,6 +26,7 @@ PHI_OUTSIDE = {
     **{f"output_norm.{part}": f"model.final_layernorm.{part}" for part in ("weight", "bias")},
     **{f"output.{part}": f"lm_head.{part}" for part in ("weight", "bias")},
 }
+HUNYUAN = {**STANDARD, "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 ONE_MORE: dict[str, Change] = {"norm.weight": "one more"}
 
 
@@ -108,6 +109,11 @@ def _stablelm(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors)
 
 
 DENSE = {
+    "bitnet": Architecture(
+        "bitnet",
+        "BitNetForCausalLM",
+        {**STANDARD, "attn_sub_norm": "self_attn.attn_sub_norm", "ffn_sub_norm": "mlp.ffn_sub_norm"},
+    ),
     "apertus": Architecture(
         "apertus",
         "ApertusForCausalLM",
@@ -146,12 +152,8 @@ DENSE = {
         },
         extra=_glm4,
     ),
-    "hunyuan-dense": Architecture(
-        "hunyuan_v1_dense",
-        "HunYuanDenseV1ForCausalLM",
-        {**STANDARD, "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
-        extra=bias_flags,
-    ),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", HUNYUAN, extra=bias_flags),
+    "hunyuan_vl": Architecture("hunyuan_vl_text", "HunYuanVLForConditionalGeneration", HUNYUAN, extra=bias_flags),
     "mistral3": Architecture("ministral3", "Ministral3ForCausalLM", paired=True, extra=_mistral3),
     "nemotron": Architecture(
         "nemotron",

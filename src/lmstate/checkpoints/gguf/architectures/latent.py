@@ -1,4 +1,4 @@
-"""Latent attention in GGUF beside DeepSeek's: Mistral 4, and the delta rule's neighbor in Kimi Linear and Ling 3.0."""
+"""Latent attention in GGUF beside DeepSeek's: Mistral 4, MiniCPM 3, and the delta rule's neighbor in two hybrids."""
 
 from __future__ import annotations
 
@@ -44,6 +44,21 @@ def _mistral4(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors)
         config["rope_scaling"]["llama_4_scaling_beta"] = strength
         if length:
             config["rope_scaling"].setdefault("original_max_position_embeddings", length)
+
+
+def _minicpm3(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    """Files leave the scales out; those of the family are the published models'."""
+    rope_dim = metadata.int(f"{prefix}.rope.dimension_count", 2, MOST_WIDTH)
+    config.pop("partial_rotary_factor", None)
+    config |= {
+        "qk_nope_head_dim": config["head_dim"] - rope_dim,
+        "qk_rope_head_dim": rope_dim,
+        "v_head_dim": config["hidden_size"] // config["num_attention_heads"],
+        "num_key_value_heads": config["num_attention_heads"],
+        "kv_lora_rank": metadata.int(f"{prefix}.attention.kv_lora_rank", 1, MOST_WIDTH),
+        "q_lora_rank": metadata.int(f"{prefix}.attention.q_lora_rank", 1, MOST_WIDTH, default=None),
+        "head_dim": rope_dim,
+    }
 
 
 def _delta(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
@@ -118,6 +133,7 @@ LATENTS = {
         changed={**CONVOLUTIONS, "A_log": "decay vector"},
         hybrid=True,
     ),
+    "minicpm3": Architecture("minicpm3", "MiniCPM3ForCausalLM", {**STANDARD, **LATENT}, extra=_minicpm3),
     "mistral4": Architecture(
         "mistral4",
         "Mistral4ForCausalLM",

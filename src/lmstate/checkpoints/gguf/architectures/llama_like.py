@@ -13,14 +13,16 @@ from lmstate.checkpoints.gguf.architecture import (
 )
 from lmstate.checkpoints.gguf.architectures.dense import BIASED_NORM, UNGATED, bias_flags, relu2
 from lmstate.checkpoints.gguf.architectures.older import GPT2, gpt2
-from lmstate.errors import ModelError
 
 FUSED = {"attn_qkv": "self_attn.{qkv}_proj"}
 
 
 def _baichuan(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
-    if config["num_hidden_layers"] == 40:  # which is how llama.cpp tells them apart
-        raise ModelError(f"{metadata.where} is a Baichuan of 13B, whose scores fall with the distance (ALiBi)")
+    config["alibi"] = config["num_hidden_layers"] == 40  # as llama.cpp tells those of 13B
+
+
+def _refact(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    config["alibi"] = True
 
 
 def _orion(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
@@ -91,8 +93,10 @@ LLAMA_LIKE = {
     ),
     "minicpm": Architecture("granite", "GraniteForCausalLM", paired=True, extra=_minicpm),
     "orion": Architecture("stablelm", "StableLmForCausalLM", extra=_orion, outside=BIASED_NORM, eps="layer_norm_eps"),
+    "paddleocr": Architecture("paddleocr_vl_text", "PaddleOCRVLForConditionalGeneration", extra=bias_flags),
     "pangu-embedded": Architecture("llama", "LlamaForCausalLM", extra=bias_flags),
     "qwen": Architecture("qwen2", "Qwen2ForCausalLM", {**STANDARD, **FUSED}, extra=_qwen),
+    "refact": Architecture("llama", "LlamaForCausalLM", extra=_refact),
     "starcoder": Architecture(
         "gpt_bigcode",
         "GPTBigCodeForCausalLM",

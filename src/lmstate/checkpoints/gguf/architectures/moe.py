@@ -86,6 +86,16 @@ def deepseek_experts(metadata: Config, prefix: str, config: HFConfig, tensors: T
     }
 
 
+def _deepseek(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    deepseek_experts(metadata, prefix, config, tensors)
+    config["norm_topk_prob"] = False
+
+
+def _bailing2(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    deepseek_experts(metadata, prefix, config, tensors)
+    config["use_qk_norm"] = True
+
+
 def _glm4_moe(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     deepseek_experts(metadata, prefix, config, tensors)
     config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors
@@ -133,6 +143,14 @@ def _hunyuan_moe(metadata: Config, prefix: str, config: HFConfig, tensors: Tenso
 
 
 MIXTURES = {
+    "bailingmoe2": Architecture(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        {**DEEPSEEK, "attn_qkv": "self_attn.query_key_value", "layer_output_norm": "shared_head.norm"},
+        extra=_bailing2,
+        whole=CORRECTION,
+    ),
+    "deepseek": Architecture("deepseek", "DeepseekForCausalLM", DEEPSEEK, paired=True, extra=_deepseek),
     "afmoe": Architecture(
         "afmoe",
         "AfmoeForCausalLM",

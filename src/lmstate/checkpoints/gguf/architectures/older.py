@@ -1,4 +1,4 @@
-"""Models of before gates and RMS norms were usual: GPT-2, GPT-NeoX, Falcon, StarCoder 2; and Cohere 2.
+"""Models of before gates and RMS norms were usual: GPT-2, GPT-NeoX, Falcon, BLOOM, MPT, StarCoder 2; and Cohere 2.
 
 The converter puts queries, keys and values of all heads one after the other, and turns GPT-2's matrices round.
 """
@@ -41,6 +41,19 @@ def _falcon(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -
         "ffn_hidden_size": config["intermediate_size"],
         "bias": "blk.0.attn_qkv.bias" in tensors,
         "qkv_grouped": False,
+    }
+
+
+def _bloom(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    config["qkv_grouped"] = False
+
+
+def _mpt(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    most = metadata.float(f"{prefix}.attention.max_alibi_bias", 0.0, 1024.0, default=0.0)
+    config["attn_config"] = {
+        "alibi": most > 0.0,
+        "alibi_bias_max": most,
+        "clip_qkv": metadata.float(f"{prefix}.attention.clamp_kqv", 0.0, default=None),
     }
 
 
@@ -89,6 +102,26 @@ GPT2 = Architecture(
 )
 
 OLDER = {
+    "bloom": Architecture(
+        "bloom",
+        "BloomForCausalLM",
+        {
+            **PRE_NORMS,
+            "attn_qkv": "self_attention.query_key_value",
+            "attn_output": "self_attention.dense",
+            "ffn_up": "mlp.dense_h_to_4h",
+            "ffn_down": "mlp.dense_4h_to_h",
+        },
+        extra=_bloom,
+        outside={
+            "token_embd.weight": "transformer.word_embeddings.weight",
+            **{f"token_embd_norm.{part}": f"transformer.word_embeddings_layernorm.{part}" for part in PARTS},
+            **{f"output_norm.{part}": f"transformer.ln_f.{part}" for part in PARTS},
+            "output.weight": "lm_head.weight",
+        },
+        layers="transformer.h",
+        eps="layer_norm_epsilon",
+    ),
     "cohere2": Architecture(
         "cohere2",
         "Cohere2ForCausalLM",
@@ -135,6 +168,26 @@ OLDER = {
         },
         layers="gpt_neox.layers",
         eps="layer_norm_eps",
+    ),
+    "mpt": Architecture(
+        "mpt",
+        "MptForCausalLM",
+        {
+            "attn_norm": "norm_1",
+            "attn_qkv": "attn.Wqkv",
+            "attn_output": "attn.out_proj",
+            "ffn_norm": "norm_2",
+            "ffn_up": "ffn.up_proj",
+            "ffn_down": "ffn.down_proj",
+        },
+        extra=_mpt,
+        outside={
+            "token_embd.weight": "transformer.wte.weight",
+            "output_norm.weight": "transformer.norm_f.weight",
+            "output.weight": "lm_head.weight",
+        },
+        layers="transformer.blocks",
+        eps="layer_norm_epsilon",
     ),
     "starcoder2": Architecture(
         "starcoder2",

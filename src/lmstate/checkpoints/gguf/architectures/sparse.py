@@ -18,7 +18,7 @@ from lmstate.checkpoints.gguf.architecture import (
     Tensors,
     layer_kinds,
 )
-from lmstate.checkpoints.gguf.architectures.dense import BIASED_NORM
+from lmstate.checkpoints.gguf.architectures.dense import BIASED_NORM, ONE_MORE
 from lmstate.checkpoints.gguf.architectures.moe import CORRECTION, SPARSE, experts, shared
 from lmstate.errors import ModelError
 
@@ -159,6 +159,44 @@ def _mimo2(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) ->
     _rope_of_windows(metadata, prefix, config)
 
 
+def _step35(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    """More heads where there is a window; half of each head turns where there is none, as llama.cpp fixes it."""
+    blocks = config["num_hidden_layers"]
+    drafts = metadata.int(f"{prefix}.nextn_predict_layers", 0, blocks - 1, default=0)
+    layers, head_dim = blocks - drafts, config["head_dim"]
+    experts(metadata, prefix, config, tensors)
+    kinds = layer_kinds(metadata, prefix, layers, blocks) or [FULL] * layers
+    name = f"{prefix}.attention.head_count"
+    heads = metadata.ints(name, blocks, 1, MOST_WIDTH) if isinstance(metadata.get(name), list) else ()
+    heads = heads or (config["num_attention_heads"],) * blocks
+    near, far = ([count for count, kind in zip(heads, kinds) if kind == of] for of in (SLIDING, FULL))
+    full = config.pop("rope_scaling", None) or {"rope_type": "default"}
+    for part in ("long_factor", "short_factor"):  # for a whole head, of which half turns
+        if part in full:
+            full[part] = full[part][: head_dim // 4]
+    theta = config["rope_theta"]
+    local = metadata.float(f"{prefix}.rope.freq_base_swa", 1e-3, 1e18, default=theta)
+    config.pop("partial_rotary_factor")
+    config |= {
+        "num_hidden_layers": layers,
+        "layer_types": kinds,
+        "num_attention_heads": (far or near)[0],
+        "num_sliding_attention_heads": (near or far)[0],
+        "sliding_window": metadata.int(f"{prefix}.attention.sliding_window", 1),
+        "rope_parameters": {
+            FULL: {**full, "rope_theta": theta, "partial_rotary_factor": 0.5},
+            SLIDING: {"rope_type": "default", "rope_theta": local, "partial_rotary_factor": 1.0},
+        },
+        "mlp_layer_types": [
+            "sparse" if f"blk.{layer}.ffn_gate_inp.weight" in tensors else "dense" for layer in range(layers)
+        ],
+        "share_expert_dim": metadata.int(f"{prefix}.expert_shared_feed_forward_length", 1, MOST_WIDTH),
+        "moe_router_scaling_factor": metadata.float(f"{prefix}.expert_weights_scale", 0.0, 1e6, default=1.0),
+        "swiglu_limits": metadata.get(f"{prefix}.swiglu_clamp_exp"),
+        "swiglu_limits_shared": metadata.get(f"{prefix}.swiglu_clamp_shexp"),
+    }
+
+
 def _minimax_01(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     experts(metadata, prefix, config, tensors)
     alpha = metadata.float(f"{prefix}.residual_scale")
@@ -234,6 +272,15 @@ SPARSER = {
             "ffn_down_exps": "block_sparse_moe.experts.{expert}.w2",
         },
         extra=_minimax_01,
+    ),
+    "step35": Architecture(
+        "step3p5",
+        "Step3p7ForConditionalGeneration",
+        {**SPARSE, **MLP, **HEAD_NORMS, **NEXTN, **shared("mlp.shared_experts"), "attn_gate": "self_attn.g_proj"},
+        extra=_step35,
+        whole=CORRECTION,
+        changed=ONE_MORE,
+        varied=True,
     ),
     "phimoe": Architecture(
         "phimoe",
