@@ -22,7 +22,7 @@ from tests.zoo import pair
 CUTS = (0, 30, 31, 32, 37, 50, 51, 60)
 MIXTURES = (
     "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "deepseek_v32", "qwen3_next", "qwen3_5_moe", "jamba",
-    "lfm2_moe", "inkling", "gemma4-experts",
+    "lfm2_moe", "inkling", "gemma4-experts", "deepseek_v4",
 )  # fmt: skip
 TORCHS = ("gpt_oss",)  # its weights lie [K, N], which no body reads
 
