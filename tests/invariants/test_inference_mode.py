@@ -49,7 +49,7 @@ def moved(kind: str, modes: random.Random | None) -> list[Tensor]:
                 draft(model, state)
                 with mode():
                     state.commit([2, 1])
-            elif move in OPERATIONS and min(state.lengths) > 9:
+            elif move in OPERATIONS and min(state.lengths) > 9 and max(state.lengths) <= 44:  # some add 20 of 64
                 OPERATIONS[move](model, state)
         if max(state.lengths) > 40:
             state.rewind(0, 9)

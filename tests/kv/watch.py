@@ -117,6 +117,7 @@ class Masked(KeyValueState):
     def __init__(self, mask: Tensor, sight: CausalMask, source: Masked | None = None) -> None:
         self.sight, self.source = sight, source
         own, stored = torch.arange(mask.shape[1])[:, None], torch.arange(mask.shape[1])
+        self.distance = own - stored
         if sight.window is not None:
             mask = mask & (stored > own - sight.window)
         if sight.chunk is not None:
@@ -131,7 +132,7 @@ class Masked(KeyValueState):
         params: AttentionParams,
         rotation: RopeTables | None = None,
     ) -> Tensor:
-        scale, softcap, sinks = params
+        scale, softcap, sinks, slopes = params
         assert len(q) == 1
         if rotation is not None:
             q = rope(q, *rotation)
@@ -142,6 +143,8 @@ class Masked(KeyValueState):
         scores = q[0].transpose(0, 1).double() @ keys.mT * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
+        if slopes is not None:
+            scores = scores - slopes.double()[:, None, None] * self.distance
         scores = scores.masked_fill(~self.mask.repeat_interleave(group, dim=0), -torch.inf)
         if sinks is not None:
             extra = sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)
