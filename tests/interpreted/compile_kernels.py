@@ -19,7 +19,8 @@ from lmstate.ops.cuda.kernels import attention, dense, recurrent
 
 F, B, I64 = "*fp32", "*u8", "*i64"
 ATTEND: dict[str, Any] = {
-    "HAS_SOFTCAP": False, "HAS_SINKS": False, "LATENT": False, "SPLIT": 512, "HEADS": 32, "GROUP": 4, "ROWS": 16,
+    "HAS_SOFTCAP": False, "HAS_SINKS": False, "HAS_SLOPES": False, "LATENT": False, "SPLIT": 512, "HEADS": 32,
+    "GROUP": 4, "ROWS": 16,
     "D": 128, "DP": 128, "DV": 128, "DVP": 128, "DR": 1, "DRP": 16, "ELEMENT": tl.bfloat16, "PRECISION": "tf32",
 }  # fmt: skip
 PRODUCT: dict[str, Any] = {
@@ -27,7 +28,7 @@ PRODUCT: dict[str, Any] = {
     "PRECISION": "tf32",
 }  # fmt: skip
 TYPES = {
-    "attend": [F, F, I64, I64, I64, F, F, F, F, I64, I64, F, *["i32"] * 3, "fp32", "fp32", "i32", "i32"],
+    "attend": [F, F, I64, I64, I64, F, F, F, F, I64, I64, F, F, *["i32"] * 3, "fp32", "fp32", "i32", "i32"],
     "merge": [F, F, F, F, I64, I64, F, "i32", "i32"],
     "append": [F, I64, I64, I64, "i32", "i32"],
     "rope": [F, F, F, F, "i32"],
@@ -46,7 +47,7 @@ DELTA = {
 SSD = {"GROUPS": 1, "HEADS": 24, "P": 64, "SLICE": 32, "N": 128, "NP": 128, "HAS_D": True, "HAS_BIAS": True}
 CASES: list[tuple[Any, dict[str, Any]]] = [
     (attention.attend, ATTEND | {"WHOLE": False}),
-    (attention.attend, ATTEND | {"WHOLE": True, "ROWS": 64}),
+    (attention.attend, ATTEND | {"WHOLE": True, "ROWS": 64, "HAS_SLOPES": True}),
     (attention.merge, MERGE),
     (attention.append, {"K": 8, "D": 128, "DP": 1024, "ELEMENT": tl.bfloat16}),
     (attention.rope, {"D": 128, "DP": 128, "HALF": 64, "INTERLEAVED": False}),
