@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+# Triton's interpreter is chosen when a kernel is decorated, so before anybody imports Triton.
+os.environ["TRITON_INTERPRET"] = "1"
 os.environ["LMSTATE_THREADS"] = "fixed"  # tests of several threads run on several, whatever else runs
 torch.set_num_threads(1)
 

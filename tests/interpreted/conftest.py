@@ -1,13 +1,10 @@
-"""The interpreter: it is chosen when a kernel is decorated, so before the first import of the kernels."""
+"""Kernels in Triton's interpreter, which `tests/conftest.py` chooses."""
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 
 import pytest
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 if find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
