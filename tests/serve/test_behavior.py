@@ -712,7 +712,7 @@ def test_the_command_says_that_its_address_is_taken_before_it_loads_a_model() ->
             (["--port", str(port)], f"lmstate: cannot listen on 127.0.0.1:{port}: Address already in use; --port 0"),
             (["--host", "nowhere.invalid", "--allow-anonymous"], "lmstate: cannot listen on nowhere.invalid:8080: "),
         ):
-            arguments = [*MAIN, "serve", "no-model", *options]
+            arguments = [*MAIN, "serve", "nobody/nothing", *options]
             ended = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=600, check=False)
             assert ended.returncode == 1 and ended.stderr.startswith(said), ended.stderr
 
@@ -722,7 +722,7 @@ def test_the_command_says_that_its_address_is_taken_before_it_loads_a_model() ->
     [("1KiB", 1, r"1,024 bytes of memory were asked for.* needs about [0-9,]+ "), ("plenty", 2, "'plenty' is no size")],
 )
 def test_the_command_refuses_memory_that_no_request_fits_in(directory: Path, memory: str, code: int, said: str) -> None:
-    arguments = [*MAIN, "serve", str(directory) if code == 1 else "no-model", "--port", "0", "--memory", memory]
+    arguments = [*MAIN, "serve", str(directory) if code == 1 else "nobody/nothing", "--port", "0", "--memory", memory]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert ended.returncode == code and re.search(said, ended.stderr), ended.stderr
