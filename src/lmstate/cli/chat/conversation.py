@@ -72,13 +72,13 @@ class ChatConversation:
         self._begin()
 
     def _make_drafter(self) -> DraftChoice:
-        """What is asked for; of a model a drafter, which holds a state, so that the model reads each turn once."""
+        """The drafter that is asked for; of a model one that holds a state, so that the model reads each turn once."""
         if self._draft is None or isinstance(self._draft, str | Speculator):
             return self._draft
         return make_drafter(self._draft, self.model, 1, self.params, self.params.seed)
 
     def settings(self) -> dict[str, Any]:
-        """How answers are sampled, by the names that `set` takes."""
+        """The settings of sampling, by the names that `set` takes."""
         return {name: getattr(self.params, field) for name, field in SETTINGS.items()}
 
     def set(self, name: str, value: float | None) -> None:
@@ -97,7 +97,7 @@ class ChatConversation:
         self.messages = [{"role": "system", "content": text}, *rest]
 
     def last_question(self) -> str:
-        """What was asked last. Raises ValueError if nothing was."""
+        """The last question. Raises ValueError if nothing was."""
         for message in reversed(self.messages):
             if message["role"] == "user":
                 return message["content"]

@@ -82,7 +82,7 @@ class AttentionParams(NamedTuple):
 
 
 def _causal_lower_right(tokens: int, stored: int, device: torch.device) -> Tensor:
-    """What tells SDPA that the last of `tokens` queries sees all `stored` keys.
+    """Arguments that tell SDPA that the last of `tokens` queries sees all `stored` keys.
 
     A GPU's fast kernels know torch's own `CausalBias`. On the CPU it stands for the plain mask, and importing it takes
     longer than the rest of torch.

@@ -26,7 +26,7 @@ DEEPEST = 64  # values in values; what lies deeper is taken as text
 
 @dataclass(frozen=True)
 class Notation:
-    """How strings, words and the parts of lists and objects are written."""
+    """A way to write strings, words and the parts of lists and objects."""
 
     quotes: tuple[str, ...]
     escapes: bool  # whether a backslash in a string begins an escape, and keys are strings
@@ -56,7 +56,7 @@ class Notation:
 
 
 def bare(text: str, is_text: bool) -> CallArguments:
-    """What stands without quotes, as JSON: a word, a number, or else a string, as all is for a parameter of text."""
+    """A text without quotes, as JSON: a word, a number, or else a string, as all is for a parameter of text."""
     word = text.strip()
     if is_text:
         return CallArguments(json.dumps(word, ensure_ascii=False))
