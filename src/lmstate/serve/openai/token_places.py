@@ -27,7 +27,6 @@ class TokenPlaces:
         self._stream.follow(before[-CONTEXT:])
         self._end = start  # characters that the stream gave out
         self._ahead = 0  # characters that are whole, and held by the stream
-        self._held = False
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def place(self, token: int, raw: bytes) -> TokenPlace:
@@ -35,18 +34,17 @@ class TokenPlaces:
         own = name_of(raw)
         if token in self._silent:
             return TokenPlace(own, self._end + self._ahead)
-        piece, offset, held = self._stream.push(token), self._end + self._ahead, self._held
+        piece, offset = self._stream.push(token), self._end + self._ahead
         self._ahead += len(self._decoder.decode(raw))
         if not piece:
-            self._held = True
             return TokenPlace(own, offset)
-        if not held:
-            own = piece if is_whole(raw) else own
-        elif is_whole(raw) and piece.endswith(own):
-            offset = self._end + len(piece) - len(own)
         if is_whole(raw):
+            if piece.endswith(own):  # behind what was held, of the prompt too
+                offset = self._end + len(piece) - len(own)
+            else:  # as the tokenizer writes it here, without a space in front or with the mark of one
+                own = piece[offset - self._end :] or own
             self._decoder.reset()
-        self._end, self._ahead, self._held = self._end + len(piece), 0, not is_whole(raw)
+        self._end, self._ahead = self._end + len(piece), 0
         return TokenPlace(own, offset)
 
 
