@@ -131,14 +131,13 @@ class Job:
 
     def begin_answers(self, model: Model) -> None:
         """Make its answers, each as far as it was answered before."""
+        self.choices = [self._begun(model, index, self.told(index)) for index in range(self.params.n)]
 
-        def begun(index: int, tokens: Sequence[int]) -> AnswerRow:
-            choice = AnswerRow(model, self.params, self.prompt, index, self.seed)
-            choice.replay(tokens)
-            # One that is over is not read again. For its log probabilities it is: its last token is chosen once more.
-            return begun(index, tokens[:-1]) if choice.over and self.params.logprobs is not None else choice
-
-        self.choices = [begun(index, self.told(index)) for index in range(self.params.n)]
+    def _begun(self, model: Model, index: int, tokens: Sequence[int]) -> AnswerRow:
+        choice = AnswerRow(model, self.params, self.prompt, index, self.seed)
+        choice.replay(tokens)
+        # One that is over is not read again. For its log probabilities it is: its last token is chosen once more.
+        return self._begun(model, index, tokens[:-1]) if choice.over and self.params.logprobs is not None else choice
 
     def told(self, index: int) -> Sequence[int]:
         """The tokens of an answer that its sender has already."""

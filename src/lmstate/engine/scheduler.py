@@ -584,6 +584,7 @@ class Scheduler:
         """Finish a request whose answers all ended."""
         if job in self.answering and all(choice.finished is not None for choice in job.choices):
             self.answering.remove(job)
+            job.source = None
             self._finish(job)
 
     def _finish(self, job: Job) -> None:
