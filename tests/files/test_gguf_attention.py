@@ -28,7 +28,9 @@ INSIDE = {
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "self_attn.q_a_proj": "attn_q_a", "self_attn.q_b_proj": "attn_q_b", "self_attn.q_a_layernorm": "attn_q_a_norm",
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "self_attn.kv_b_proj": "attn_kv_b", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "self_attn.kv_b_proj": "attn_kv_b", "self_attn.indexer.wk": "indexer.attn_k",
+    "self_attn.indexer.wq_b": "indexer.attn_q_b", "self_attn.indexer.k_norm": "indexer.k_norm",
+    "self_attn.indexer.weights_proj": "indexer.proj", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down", "mlp.router": "ffn_gate_inp", "mlp.gate": "ffn_gate_inp",
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp", "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp", "input_layernorm": "attn_norm",
@@ -237,16 +239,8 @@ def test_gpt_oss_from_mxfp4_gguf(tmp_path: Path) -> None:
     same(loaded(tmp_path, "gpt-oss", values, tensors), theirs)
 
 
-@pytest.mark.parametrize("parted", [False, True])
-@pytest.mark.parametrize("version", [2, 3])
-def test_deepseek_from_gguf(tmp_path: Path, version: int, parted: bool) -> None:
-    yarn = {
-        "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64,
-        "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 0.7,
-    }  # fmt: skip
-    extra = {"topk_method": "group_limited_greedy", "q_lora_rank": None} if version == 2 else {}
-    config = latent._config(f"DeepseekV{version}Config", rope_parameters=yarn, routed_scaling_factor=1.5, **extra)
-    theirs = original(config)
+def latent_special(config: Any, parted: bool) -> Callable[[str, Tensor], Named | None]:
+    """What of latent attention and its experts does not keep its form; `parted`: `kv_b_proj` is two tensors."""
     heads, nope = config.num_attention_heads, config.qk_nope_head_dim
 
     def special(name: str, tensor: Tensor) -> Named | None:
@@ -262,7 +256,20 @@ def test_deepseek_from_gguf(tmp_path: Path, version: int, parted: bool) -> None:
             return iter([("attn_k_b.weight", keys.mT), ("attn_v_b.weight", values)])
         return None
 
-    key = nope + config.qk_rope_head_dim
+    return special
+
+
+@pytest.mark.parametrize("parted", [False, True])
+@pytest.mark.parametrize("version", [2, 3])
+def test_deepseek_from_gguf(tmp_path: Path, version: int, parted: bool) -> None:
+    yarn = {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64,
+        "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 0.7,
+    }  # fmt: skip
+    extra = {"topk_method": "group_limited_greedy", "q_lora_rank": None} if version == 2 else {}
+    config = latent._config(f"DeepseekV{version}Config", rope_parameters=yarn, routed_scaling_factor=1.5, **extra)
+    theirs = original(config)
+    key = config.qk_nope_head_dim + config.qk_rope_head_dim
     more = {
         "attention__key_length": key, "attention__value_length": config.v_head_dim,
         "attention__kv_lora_rank": config.kv_lora_rank, "rope__dimension_count": config.qk_rope_head_dim,
@@ -282,7 +289,28 @@ def test_deepseek_from_gguf(tmp_path: Path, version: int, parted: bool) -> None:
             "attention__value_length": config.kv_lora_rank, "attention__head_count_kv": 1,
         }  # fmt: skip
     values = metadata(config, "deepseek2", **more)
-    same(loaded(tmp_path, "deepseek2", values, converted(theirs, LLAMA_NORMS, special)), theirs)
+    tensors = converted(theirs, LLAMA_NORMS, latent_special(config, parted))
+    same(loaded(tmp_path, "deepseek2", values, tensors), theirs)
+
+
+@pytest.mark.parametrize("case", ["glm_moe_dsa", "glm_moe_dsa-shared"])
+def test_glm5_from_gguf(tmp_path: Path, case: str) -> None:
+    config = latent.CASES[case]()
+    theirs = original(config)
+    more = {
+        "attention__key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "attention__value_length_mla": config.v_head_dim, "attention__head_count_kv": 1,
+        "attention__key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "attention__value_length": config.kv_lora_rank, "attention__kv_lora_rank": config.kv_lora_rank,
+        "attention__q_lora_rank": config.q_lora_rank, "rope__dimension_count": config.qk_rope_head_dim,
+        "leading_dense_block_count": 1, "expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 24,
+        "expert_shared_count": 1, "expert_weights_scale": 2.5, "expert_weights_norm": True, "expert_gating_func": 2,
+        "expert_group_count": 4, "expert_group_used_count": 2, "rope__freq_base": 1e4,
+        "attention__indexer__head_count": config.index_n_heads,
+        "attention__indexer__key_length": config.index_head_dim, "attention__indexer__top_k": config.index_topk,
+    }  # fmt: skip
+    tensors = converted(theirs, LLAMA_NORMS, latent_special(config, parted=True))
+    same(loaded(tmp_path, "glm-dsa", metadata(config, "glm-dsa", **more), tensors), theirs)
 
 
 def test_mixtral_from_gguf(tmp_path: Path) -> None:

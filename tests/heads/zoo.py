@@ -31,6 +31,11 @@ def past_the_last(name: str, layers: int) -> str:
     return f"model.layers.{layers + int(index)}.{rest}"
 
 
+def one_past_the_last(name: str, layers: int) -> str:
+    """The same, of a head that `MtpModel` cannot be made of."""
+    return past_the_last(name.replace("layers.", "layers.0.", 1).replace("0.blocks.0.layer.", "0."), layers)
+
+
 def mtp_part(name: str, layers: int) -> str:
     """Qwen3-Next's: norms and projection stand beside the layer."""
     _, index, rest = name.split(".", 2)
@@ -102,6 +107,10 @@ def nemotron_blocks(theirs: Any) -> list[torch.nn.Module]:
     return [type(theirs.model.layers[0])(config, index) for index in range(2)]
 
 
+def indexed_blocks(theirs: Any) -> list[torch.nn.Module]:
+    return [Indexed(theirs)]
+
+
 def longcat_blocks(theirs: Any) -> list[torch.nn.Module]:
     from transformers.models.longcat_flash import modeling_longcat_flash as longcat
 
@@ -127,13 +136,30 @@ class DenseLatent(torch.nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class Indexed(torch.nn.Module):
+    """A layer that attends to positions which its own index chooses."""
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        config = copy.deepcopy(theirs.config)
+        config.mlp_layer_types, config.indexer_types = ["sparse"], ["full"]
+        self.layer = type(theirs.model.layers[0])(config, 0)
+        self.rope = [theirs.model.rotary_emb]  # no module of this one
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        mask = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(1)[None, None]
+        turned = self.rope[0](x, position_ids)
+        made = self.layer(x, attention_mask=mask, position_ids=position_ids, position_embeddings=turned)
+        return made if isinstance(made, Tensor) else made[0]
+
+
 class OneHead(torch.nn.Module):
     """A head as the papers have it, of blocks that are given: what `MtpModel` is for most models."""
 
     def __init__(self, theirs: Any, blocks: list[torch.nn.Module]) -> None:
         super().__init__()
-        width, norm = theirs.config.hidden_size, type(theirs.model.layers[0].get_submodule(first_norm(theirs)))
-        eps = 1e-5  # of both
+        width, first = theirs.config.hidden_size, theirs.model.layers[0].get_submodule(first_norm(theirs))
+        norm, eps = type(first), first.variance_epsilon
         self.layers = torch.nn.Module()
         self.layers.enorm, self.layers.hnorm, self.layers.post_norm = (norm(width, eps) for _ in range(3))
         self.layers.eh_proj = torch.nn.Linear(2 * width, width, bias=False)
@@ -151,13 +177,16 @@ class OneHead(torch.nn.Module):
 
 
 def first_norm(theirs: Any) -> str:
-    return next(name for name, _ in theirs.model.layers[0].named_modules() if name in ("norm", "input_layernorm.0"))
+    names = dict(theirs.model.layers[0].named_modules())
+    return next(name for name in ("norm", "input_layernorm.0", "input_layernorm") if name in names)
 
 
 FULL, SLIDES = ["full_attention"], ["sliding_attention"]
 HEADS = {
     "deepseek_v3": Case("deepseek_v3", past_the_last),
     "deepseek_v3-two": Case("deepseek_v3-yarn", past_the_last, heads=2),
+    "deepseek_v32": Case("deepseek_v32", one_past_the_last, blocks=indexed_blocks),
+    "glm_moe_dsa": Case("glm_moe_dsa-shared", one_past_the_last, blocks=indexed_blocks),
     "glm4_moe": Case("glm4_moe", past_the_last),
     "bailing_hybrid": Case(
         "bailing_hybrid", past_the_last, {"mtp_layer_types": FULL, "mtp_mlp_layer_types": ["sparse"]}
