@@ -10,6 +10,7 @@ import torch
 
 from lmstate.errors import ModelError
 from lmstate.models.model import Model
+from lmstate.state.validate import whole_number
 
 if TYPE_CHECKING:
     from lmstate.training.lora import LoraConfig
@@ -26,6 +27,7 @@ def load(
     merge: bool = False,
     heads: bool = False,
     activations: Literal["auto", 8, 16] = "auto",
+    context_size: int | None = None,
 ) -> Model:
     """Load a model by alias ("smollm2"), directory, `.gguf` file or Hub id.
 
@@ -43,6 +45,8 @@ def load(
     uses them too). Each is one more layer, which every state of the model then keeps and every step runs.
     activations: bits of the activations that int4 and int8 weights multiply on the CPU, 8 or 16; "auto" is 16. With 8,
     prompts are faster and perplexity is some tenths of a percent higher; heads keep 16.
+    context_size: the most tokens that texts will have. More than the model was made for stretches its positions by YaRN
+    (Peng et al. 2023), which costs short texts some quality; less is a limit for the server and the command line.
     Raises `ModelError` (a `ValueError`) for a checkpoint that is damaged or not supported, `OSError` for files that are
     missing or cannot be fetched.
     """
@@ -55,7 +59,11 @@ def load(
         raise ModelError(
             "heads=True does not go with training or adapters: prediction heads were made for the model alone"
         )
-    opened, tokenizer, defaults = open_checkpoint(name, weights, dtype, device, heads=heads, activations=activations)
+    if context_size is not None and whole_number(context_size, "context_size") < 1:
+        raise ValueError(f"context_size={context_size} was asked for; give 1 token or more")
+    opened, tokenizer, defaults = open_checkpoint(
+        name, weights, dtype, device, heads=heads, activations=activations, context_size=context_size
+    )
     if adapted:
         from lmstate.training import open_model
 

@@ -28,7 +28,7 @@ def test_bench_times_prompts_and_decodes_that_the_model_has_positions_for(monkey
 
     monkeypatch.setattr(lmstate.Model, "__call__", counted)
     monkeypatch.setattr(lmstate, "load", lambda name, weights, **_: model, raising=False)
-    model.config = replace(model.config, max_positions=250)
+    model.context_size = 250
     result = CliRunner().invoke(app, ["bench", "m", "-n", "4", "--rounds", "2", "--threads", "1"])
     assert result.exit_code == 0, result.stderr
     lines = result.stdout.splitlines()

@@ -266,7 +266,7 @@ def test_input_that_is_no_text_is_told_and_a_chat_goes_on(locale: dict[str, str]
 
 
 def test_a_text_longer_than_the_model_was_made_for_is_told_once(model: FakeModel, runner: CliRunner) -> None:
-    model.config = replace(model.config, max_positions=60)
+    model.context_size = 60
     assert runner.invoke(app, ["generate", "m", "x"]).stderr == ""
     result = runner.invoke(app, ["generate", "m", "x" * 60])
     assert result.exit_code == 0 and result.stdout.startswith("You said xxx")

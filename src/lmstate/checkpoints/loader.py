@@ -47,7 +47,8 @@ class WeightLoader:
     storage and of the big products, float32 for float32 weights and bfloat16 for all others unless given. `cache`: the
     folder where conversions are kept, None for nowhere. `progress`: whether a long conversion may draw a bar on a
     terminal. `heads`: whether multi-token prediction heads are wanted. `activations`: the bits of the activations that
-    int4 and int8 matrices multiply; "auto" is 16, and of 8 heads keep 16, where 8 would cost most.
+    int4 and int8 matrices multiply; "auto" is 16, and of 8 heads keep 16, where 8 would cost most. `context_size`:
+    tokens that texts may have; where that is more than the model was made for, YaRN stretches its positions.
 
     Matrices that need no conversion lie in the mapped checkpoint itself. Those that are stacked from several (q, k, v)
     are copied together at each start, and bfloat16 ones are packed in 12 bits where a native body reads them so: both
@@ -65,6 +66,7 @@ class WeightLoader:
         progress: bool = True,
         heads: bool = False,
         activations: int | str = "auto",
+        context_size: int | None = None,
     ) -> None:
         if kind not in KINDS:
             raise ModelError(f"weights={kind!r} is no storage; choose one of {', '.join(KINDS)}")
@@ -75,6 +77,7 @@ class WeightLoader:
         self.source = source
         self.heads = heads
         self.activations = activations
+        self.context_size = context_size
         self.device = torch.device(device)
         self.config = Config(source.config, f"config of {source.path}")
         self.float_kind = "bfloat16" if multiplies_bfloat16(self.device) else "float32"

@@ -37,6 +37,7 @@ def open_checkpoint(
     progress: bool = True,
     heads: bool = False,
     activations: int | str = "auto",
+    context_size: int | None = None,
 ) -> tuple[WeightLoader, Tokenizer | None, dict[str, Any]]:
     """Open a model by name: its weights (not read yet), its tokenizer (None without one), its generation defaults.
 
@@ -45,7 +46,9 @@ def open_checkpoint(
     `repetition_penalty`, and `pooling`, which the checkpoint was trained for (mean, cls, last or another name).
     """
     source = open_cached(resolve(name), cache_dir())
-    held = WeightLoader(source, weights, dtype, device or "cpu", cache_dir(), progress, heads, activations)
+    held = WeightLoader(
+        source, weights, dtype, device or "cpu", cache_dir(), progress, heads, activations, context_size
+    )
     defaults = generation_defaults(source.generation, source.config)
     files = source.tokenizer_files()
     tokenizer = Tokenizer(files, defaults["eos_token_id"]) if files is not None else None

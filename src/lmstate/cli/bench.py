@@ -42,7 +42,7 @@ def bench(
 
     loaded = options.load_model(model, weights, threads, device=device, activations=activations)
     loaded.on_part = None
-    most = loaded.config.max_positions
+    most = loaded.context_size
     prompts = [count for count in PROMPTS if most is None or count <= most]
     held = [count for count in HELD if most is None or count + tokens <= most]
     _prefill(loaded, PROMPTS[0])  # the first call starts threads and touches the weights

@@ -70,6 +70,7 @@ def generate(
     force: Annotated[bool, typer.Option("--force", help="--save-state may replace a file.")] = False,
     weights: options.Weights = options.WeightKind.auto,
     activations: options.Activations = options.ActivationBits.auto,
+    ctx_size: options.ContextSize = None,
     threads: options.Threads = None,
     device: options.Device = None,
     draft: options.Draft = "auto",
@@ -138,7 +139,7 @@ def generate(
         SamplingParams(**limits)  # before a model is loaded for nothing
     sampling = options.SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     kv = options.kv_storage(kv_bits)
-    loaded = options.load_model(model, weights, threads, adapter, draft, device, activations)
+    loaded = options.load_model(model, weights, threads, adapter, draft, device, activations, ctx_size)
     empty = loaded.new_state(rows=1, kv=kv)
     request = _begin(loaded, empty, text, chat, system) if state is None else _go_on(loaded, empty, state, text, chat)
     held = request.state.lengths[0]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lmstate.cli.output import size
 from lmstate.generation import Sampler
-from lmstate.models.describe import bytes_by_kind, parameter_count, stored_weights
+from lmstate.models.describe import bytes_by_kind, parameter_count, stored_weights, told_context
 from lmstate.models.fingerprint import weights_in
 from lmstate.models.model import Model
 from lmstate.ops import Weight
@@ -22,14 +22,13 @@ from lmstate.state import AttentionState, LayerState
 def model_rows(model: Model) -> list[tuple[str, str]]:
     """Names and values for `lmstate inspect`."""
     config, weights = model.config, stored_weights(model.parts)
-    limit = "unknown" if config.max_positions is None else f"{config.max_positions:,} tokens"
     return [
         ("family", config.family),
         ("parameters", f"{sum(map(parameter_count, weights)):,}"),
         ("layers", str(len(model.blocks))),
         ("hidden size", f"{config.hidden_size:,}"),
         ("vocabulary", f"{config.vocab_size:,}"),
-        ("made for", limit),
+        ("context", told_context(config, model.context_size)),
         ("weights", _weights(weights)),
         ("computes in", str(model.dtype).removeprefix("torch.")),
         ("suggested sampling", _sampling(model)),

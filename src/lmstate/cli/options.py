@@ -65,6 +65,13 @@ Activations = Annotated[
 Adapter = Annotated[
     Path | None, typer.Option("--adapter", metavar="FOLDER", help="A LoRA adapter to run beside the weights.")
 ]
+ContextSize = Annotated[
+    int | None,
+    typer.Option(
+        "--ctx-size", "-c", metavar="N", min=1,
+        help="The most tokens that a text has. More than the model was made for stretches its positions by YaRN.",
+    ),
+]  # fmt: skip
 KVBits = Annotated[KVWidth | None, typer.Option("--kv-bits", help="Store keys and values in so many bits.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", min=0, help="End after this many tokens.")]
 Temperature = Annotated[
@@ -133,6 +140,7 @@ def load_model(
     draft: str = "auto",
     device: str | None = None,
     activations: ActivationBits = ActivationBits.auto,
+    context_size: int | None = None,
 ) -> Model:
     """The model by its name; what takes long (download, conversion, a long prompt) reports its own progress."""
     import lmstate
@@ -142,7 +150,7 @@ def load_model(
     set_threads(threads)
     model = lmstate.load(
         name, weights=weights.value, adapter=adapter, device=device, heads=draft == "heads",
-        activations=activations.bits,
+        activations=activations.bits, context_size=context_size,
     )  # fmt: skip
     model.on_part = PromptProgress()
     return model

@@ -16,7 +16,7 @@ QUIET_SECONDS = 5.0  # off a terminal: until the first line, and between two
 
 def warn_of_length(model: Model, held: int, length: int) -> None:
     """Say so where a text that had `held` tokens grows to `length`, past what the model was made for."""
-    most = model.config.max_positions
+    most = model.context_size
     if most is not None and held <= most < length:
         note(f"lmstate: the text has {length:,} tokens, and the model was made for {most:,}: answers may be nonsense")
 

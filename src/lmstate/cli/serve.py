@@ -84,6 +84,7 @@ def serve(
     activations: options.Activations = options.ActivationBits.auto,
     adapter: options.Adapter = None,
     kv_bits: options.KVBits = None,
+    ctx_size: options.ContextSize = None,
     threads: options.Threads = None,
     device: options.Device = None,
     draft: Annotated[
@@ -141,7 +142,7 @@ def serve(
     settings.check(allow_anonymous)
     if store is not None:
         check_store(store)
-    loaded = options.load_model(model, weights, threads, adapter, draft, device, activations)
+    loaded = options.load_model(model, weights, threads, adapter, draft, device, activations, ctx_size)
     loaded.on_part = None  # of many requests at a time nobody follows one
     drafter = options.load_drafter(draft, device)
     with Engine(
@@ -156,7 +157,7 @@ def serve(
         stall=stall,
     ) as engine:
         server = make_server(engine, settings)
-        server.ready = lambda port: note(banner(settings, port, engine.rows, loaded.config.max_positions))
+        server.ready = lambda port: note(banner(settings, port, engine.rows, loaded.context_size))
         # What was loaded stays: a full collection that looks at it all holds up every stream for a fifth of a second.
         gc.collect()
         gc.freeze()

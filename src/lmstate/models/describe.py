@@ -37,6 +37,7 @@ def bytes_by_kind(weights: Sequence[Tensor | Weight]) -> Counter[str]:
 def describe(
     name: str,
     config: ModelConfig,
+    context_size: int | None,
     blocks: Sequence[Block],
     parts: Any,
     dtype: torch.dtype,
@@ -49,10 +50,19 @@ def describe(
     layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     stored = ", ".join(f"{kind} {size / 2**20:,.1f} MiB" for kind, size in bytes_by_kind(weights).most_common())
     layers += f"; {heads} multi-token prediction" if heads else ""
-    made_for = "unknown" if config.max_positions is None else f"{config.max_positions:,}"
     return (
         f"Model({name or config.family}: {config.family}, {sum(map(parameter_count, weights)):,} parameters\n"
         f"  layers: {len(blocks)} ({layers}), hidden size {config.hidden_size:,}, vocabulary {config.vocab_size:,}\n"
         f"  weights: {stored}; computes in {str(dtype).removeprefix('torch.')} on {device}\n"
-        f"  made for: {made_for} positions)"
+        f"  context: {told_context(config, context_size)})"
     )
+
+
+def told_context(config: ModelConfig, size: int | None) -> str:
+    """Name the tokens that a model was made for, and those that it takes."""
+    made_for = config.max_positions
+    if made_for is None:
+        return "any length" if size is None else f"{size:,} tokens"
+    if size is None or size == made_for:
+        return f"made for {made_for:,} tokens"
+    return f"{size:,} tokens, {'stretched by YaRN from' if size > made_for else 'of'} {made_for:,}"

@@ -18,14 +18,19 @@ SAMPLE = 64  # elements hashed of each tensor
 
 def weights_in(thing: Any, path: str = "") -> Iterator[tuple[str, Tensor | Weight]]:
     """Every weight in a tree of dataclasses, lists and tuples, with the path to it."""
-    if isinstance(thing, Tensor | Weight):
+    yield from instances(thing, Tensor | Weight, path)
+
+
+def instances(thing: Any, kind: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every instance of a class in a tree of dataclasses, lists and tuples, with the path to it."""
+    if isinstance(thing, kind):
         yield path, thing
     elif is_dataclass(thing):
         for part in fields(thing):
-            yield from weights_in(getattr(thing, part.name), f"{path}.{part.name}")
+            yield from instances(getattr(thing, part.name), kind, f"{path}.{part.name}")
     elif isinstance(thing, list | tuple):
         for index, part in enumerate(thing):
-            yield from weights_in(part, f"{path}.{index}")
+            yield from instances(part, kind, f"{path}.{index}")
 
 
 def fingerprint(config: Any, parts: Any) -> str:

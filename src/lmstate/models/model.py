@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -71,6 +72,7 @@ class Model:
     exit: OutputHook | None = None
     heads: tuple[PredictionHead, ...] = ()  # multi-token prediction; a state has a layer for each behind the blocks'
     dtype: torch.dtype = torch.float32  # of stored keys and values, and of large matrix products
+    context_size: int | None = None  # tokens that a text may have: what it was made for, unless `load` says otherwise
     name: str = ""
     eos_ids: frozenset[int] = frozenset()
     defaults: dict[str, Any] = field(default_factory=dict)  # sampling that the checkpoint's makers suggest
@@ -83,7 +85,7 @@ class Model:
 
     def __repr__(self) -> str:
         parts, heads = self.parts, len(self.heads)
-        return describe(self.name, self.config, self.blocks, parts, self.dtype, self.device, heads)
+        return describe(self.name, self.config, self.context_size, self.blocks, parts, self.dtype, self.device, heads)
 
     @property
     def device(self) -> torch.device:
@@ -127,18 +129,27 @@ class Model:
     ) -> State:
         """An empty state of `rows` sequences.
 
-        `capacity`: the most tokens that a row may hold (None: any number). `rewind`: how many tokens back a rewind
-        recomputes nothing. `kv`: how keys and values are stored and which are forgotten: a policy of `lmstate.kv`, one
-        for each layer (`kv.PerLayer`, or a function of the layer's number), or a dtype; by default all, in the model's.
-        `static`: everything is made at once and stays where it is, for `decode_step` in a compiled graph; it needs a
-        `capacity`, keeps its number of rows, and takes no policies. `pool`: counts the blocks in which keys, values and
-        latents lie, together with those of other states, and may limit their bytes; by default one of its own.
+        `capacity`: the most tokens that a row may hold (None: any number); more than the model was made for warn.
+        `rewind`: how many tokens back a rewind recomputes nothing. `kv`: how keys and values are stored and which are
+        forgotten: a policy of `lmstate.kv`, one for each layer (`kv.PerLayer`, or a function of the layer's number), or
+        a dtype; by default all, in the model's. `static`: everything is made at once and stays where it is, for
+        `decode_step` in a compiled graph; it needs a `capacity`, keeps its number of rows, and takes no policies.
+        `pool`: counts the blocks in which keys, values and latents lie, together with those of other states, and may
+        limit their bytes; by default one of its own.
         """
         rows, rewind = whole_number(rows, "rows"), whole_number(rewind, "rewind")
         capacity = None if capacity is None else whole_number(capacity, "capacity")
         for name, value, least in (("rows", rows, 1), ("capacity", capacity, 1), ("rewind", rewind, 0)):
             if value is not None and value < least:
                 raise StateError(f"new_state({name}={value}) was asked for; {name} is at least {least}")
+        made_for = max(self.context_size or 0, self.config.max_positions or 0)
+        if capacity is not None and made_for and capacity > made_for:
+            warnings.warn(
+                f"new_state(capacity={capacity}) was asked for, and the model was made for {made_for} tokens: "
+                "answers to longer texts may be nonsense; lmstate.load(..., context_size=...) stretches its positions",
+                UserWarning,
+                stacklevel=2,
+            )
         if rows > MOST_ROWS:
             raise StateError(f"new_state(rows={rows}) was asked for; a state has at most {MOST_ROWS} rows")
         if isinstance(kv, torch.dtype) and kv not in KV_DTYPES:

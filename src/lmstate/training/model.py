@@ -137,7 +137,7 @@ class TrainableModel(ParameterModel):
                 'bfloat16. To train over quantized ones, load with trainable="lora"'
             )
         kind = "float32" if weights.kind == "auto" else weights.kind
-        self._source = weights.source
+        self._source, self._context_size = weights.source, weights.context_size
         self._leaves = Leaves(weights.source, kind, weights.device)
         self._adopt(self.built(self._leaves, torch.float32 if kind == "float32" else torch.bfloat16))
 
@@ -145,7 +145,7 @@ class TrainableModel(ParameterModel):
         """The model that is made of leaves: autograd, where it is on, follows what it does with them."""
         from lmstate.models.families import build
 
-        return build(TrainableWeights(self._source, leaves, dtype or self.dtype))
+        return build(TrainableWeights(self._source, leaves, dtype or self.dtype, self._context_size))
 
     @property
     def version(self) -> int:

@@ -104,17 +104,17 @@ class _Stacked(torch.autograd.Function):
 class TrainableWeights(WeightLoader):
     """Hands out what is made of leaves. One object is for one build; `leaves` outlive it."""
 
-    def __init__(self, source: Source, leaves: Leaves, dtype: torch.dtype) -> None:
+    def __init__(self, source: Source, leaves: Leaves, dtype: torch.dtype, context_size: int | None) -> None:
         self.source, self.leaves, self.dtype = source, leaves, dtype
         self.config, self.device = Config(source.config, f"config of {source.path}"), leaves.device
         self._made: dict[str, Weight] = {}
         self._asked: set[str] = set()
         self._unbound: dict[str, tuple[Tensor, ...]] = {}
         self._packed, self._bar, self._errors = None, _Bar(False, 0), {}
-        self.heads = False
+        self.heads, self.context_size = False, context_size
 
     def over(self, source: Source) -> TrainableWeights:
-        return TrainableWeights(source, self.leaves, self.dtype)
+        return TrainableWeights(source, self.leaves, self.dtype, self.context_size)
 
     @overload
     def tensor(self, name: str, shape: tuple[int, ...] | None = None, optional: Literal[False] = False) -> Tensor: ...

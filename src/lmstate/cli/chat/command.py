@@ -28,6 +28,7 @@ def chat(
     seed: options.Seed = None,
     weights: options.Weights = options.WeightKind.auto,
     activations: options.Activations = options.ActivationBits.auto,
+    ctx_size: options.ContextSize = None,
     threads: options.Threads = None,
     device: options.Device = None,
     transcript: Annotated[
@@ -58,7 +59,7 @@ def chat(
 
     sampling = options.SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     kv = options.kv_storage(kv_bits)
-    loaded = options.load_model(model, weights, threads, adapter, draft, device, activations)
+    loaded = options.load_model(model, weights, threads, adapter, draft, device, activations, ctx_size)
     if not loaded.tokenizer.has_chat_template:
         raise ValueError(f"{model} has no chat template; use `lmstate generate {model} --raw` to go on with a text")
     typed_in = sys.stdin.isatty()

@@ -13,6 +13,8 @@ from lmstate.checkpoints.renamed import require_head
 from lmstate.checkpoints.text_model import TextModelSource
 from lmstate.errors import ModelError
 from lmstate.models.families.builders.defaults import completed
+from lmstate.models.fingerprint import instances
+from lmstate.models.layers.rope import Rope, stretched
 from lmstate.models.model import Model
 
 # model_type of a config -> the module that builds it.
@@ -193,13 +195,29 @@ def build(w: WeightLoader) -> Model:
     else:
         require_head(w.source, w.source.config)
     w.config = completed(w.config, defaults(family))
+    if w.context_size is not None:
+        w.config = stretched(w.config, w.context_size)
     model: Model = _module(family).build(w)
+    model.context_size = _context_size(model, w.context_size)
     if w.heads and not model.heads:
         raise ModelError(
             f"heads=True was asked for, and {w.source.path} has no multi-token prediction heads that lmstate reads "
             f"in a {family} model; leave heads out"
         )
     return model
+
+
+def _context_size(model: Model, asked: int | None) -> int | None:
+    """Tokens that texts may have. Raises `ModelError` for more than the model was made for, and is not stretched to."""
+    made_for = model.config.max_positions
+    if asked is None or made_for is None or asked <= made_for:
+        return asked or made_for
+    if all(rope.scale == 1.0 for _, rope in instances(model.blocks, Rope)):  # that of YaRN is above
+        raise ModelError(
+            f"context_size={asked} was asked for, and this {model.config.family} model was made for {made_for} tokens; "
+            f"YaRN does not stretch its positions: use context_size={made_for} or less"
+        )
+    return asked
 
 
 def defaults(family: str) -> Mapping[str, Any]:

@@ -146,6 +146,31 @@ def rope_fields(config: Config, kind: str | None = None) -> Config:
     return Config(values, "config.rope_parameters")
 
 
+def stretched(config: Config, tokens: int) -> Config:
+    """The config for texts of `tokens`: past those that the model was made for, its full attention rotates by YaRN.
+
+    That is `rope_scaling = {"rope_type": "yarn", "factor": tokens / made for}` of transformers and vLLM. Raises
+    `ModelError` for a config that stretches its positions already.
+    """
+    made_for = config.int("max_position_embeddings", low=1, default=None)
+    if made_for is None or tokens <= made_for:
+        return config
+    kind = "full_attention"
+    own = rope_fields(config, kind)
+    if (name := own.str("rope_type")) != "default":
+        raise ModelError(
+            f"context_size={tokens} was asked for, and the model was made for {made_for} tokens, with a rope that is "
+            f"stretched to them already ({name}): use context_size={made_for} or less"
+        )
+    factor = tokens / made_for
+    yarn = {**own, "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": made_for}
+    yarn.pop("type", None)
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    by_kind = {**given, kind: yarn} if isinstance(given.get(kind), dict) else yarn
+    without = {"rope_scaling": None, "original_max_position_embeddings": None}
+    return Config({**config, **without, "rope_parameters": by_kind}, config.where)
+
+
 def make_rope(
     config: Config, head_dim: int, *, theta: float = 10_000.0, kind: str | None = None, interleaved: bool = False,
     fraction: float = 1.0,

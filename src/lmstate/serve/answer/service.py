@@ -132,8 +132,8 @@ class Service:
 
     @property
     def context(self) -> int | None:
-        """Tokens that a sequence may have: what the model was made for."""
-        return self.model.config.max_positions
+        """Tokens that a sequence may have: what the model was made for, or was loaded for."""
+        return self.model.context_size
 
     def submit(
         self,
