@@ -39,6 +39,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"answer"},
         {"openai", "openapi", "guard"},
         {"anthropic", "sessions"},
+        {"ollama"},
         {"conversations"},
         {"app"},
         {"run"},

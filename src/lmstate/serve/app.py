@@ -23,6 +23,8 @@ from lmstate.serve.conversations import page
 from lmstate.serve.conversations import routes as conversations
 from lmstate.serve.conversations.keeper import Keeper
 from lmstate.serve.guard import Guard
+from lmstate.serve.ollama import answers as ollama_answers
+from lmstate.serve.ollama import models as ollama_models
 from lmstate.serve.openai import chat, completions, embeddings, models, tokens
 from lmstate.serve.openai.responses import compact, stored
 from lmstate.serve.openai.responses import conversations as stored_conversations
@@ -37,6 +39,14 @@ from lmstate.serve.wire.request_id import RequestIds
 from lmstate.serve.wire.schema.chat import ChatBody, DetokenizeBody, PromptBody, TokenizeBody
 from lmstate.serve.wire.schema.completions import CompletionBody, EmbeddingBody
 from lmstate.serve.wire.schema.messages import CountBody, MessagesBody
+from lmstate.serve.wire.schema.ollama import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+    OllamaPullBody,
+    OllamaShowBody,
+)
 from lmstate.serve.wire.schema.responses import ConversationBody, ItemsBody, MetadataBody, ResponseBody
 from lmstate.serve.wire.schema.sessions import RewindBody, SendBody, SessionBody
 
@@ -152,6 +162,43 @@ PATHS = (
     Path("GET", "/tokenizer_info", tokens.tokenizer_info, summary="The tokenizer's special tokens and template"),
     Path("GET", "/props", models.props, summary="The server's properties, as llama-server gives them"),
     Path("GET", "/slots", models.slots, summary="The engine's rows, as llama-server gives its slots"),
+    Path("GET", "/api/version", ollama_models.version, both=False, summary="The version of Ollama's API"),
+    Path("GET", "/api/tags", ollama_models.tags, both=False, summary="The models, as Ollama lists them"),
+    Path("GET", "/api/ps", ollama_models.ps, both=False, summary="The models in memory, as Ollama lists them"),
+    Path(
+        "POST",
+        "/api/show",
+        ollama_models.show,
+        both=False,
+        summary="One model, as Ollama shows it",
+        body=OllamaShowBody,
+    ),
+    Path(
+        "POST",
+        "/api/pull",
+        ollama_models.pull,
+        both=False,
+        summary="Whether a model is there to be asked",
+        body=OllamaPullBody,
+    ),
+    Path("POST", "/api/chat", ollama_answers.chat, both=False, summary="Ollama chat", body=OllamaChatBody),
+    Path(
+        "POST",
+        "/api/generate",
+        ollama_answers.generate,
+        both=False,
+        summary="Ollama completions",
+        body=OllamaGenerateBody,
+    ),
+    Path("POST", "/api/embed", ollama_models.embed, both=False, summary="Ollama embeddings", body=OllamaEmbedBody),
+    Path(
+        "POST",
+        "/api/embeddings",
+        ollama_models.embeddings,
+        both=False,
+        summary="One embedding, as Ollama gave it before",
+        body=OllamaEmbeddingsBody,
+    ),
     Path("GET", "/openapi.json", _openapi, both=False, summary="This document"),
     Path("POST", "/apply-template", tokens.apply_template, summary="Messages to the text of the prompt", body=ChatBody),
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 from lmstate.serve.wire.errors import ApiError
 
 KEY_VARIABLE = "LMSTATE_API_KEY"
+LATEST = ":latest"  # a tag that Ollama's clients put after a name without one
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Settings:
     def check_model(self, asked: str | None) -> None:
         """Refuse a model that is not here, as the protocols have it. The alias `*` answers to every name."""
         known = {self.model_name, self.given_name, *self.aliases}
-        if asked is not None and "*" not in known and asked not in known:
+        if asked is not None and "*" not in known and asked not in known and asked.removesuffix(LATEST) not in known:
             raise ApiError(
                 f"the model {asked[:100]!r} is not served here; {self.model_name!r} is "
                 "(a server that is started with --alias '*' answers to any name)",

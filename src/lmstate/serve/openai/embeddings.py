@@ -59,14 +59,7 @@ async def embeddings(service: Service, request: Request, body: EmbeddingBody) ->
     of the checkpoint, else mean."""
     service.settings.check_model(body.model)
     inputs = as_list(service, body.input, "input")
-    widest = service.model.config.hidden_size
-    if body.dimensions is not None and body.dimensions > widest:
-        raise wrong("dimensions", f"a whole number from 1 to {widest}", body.dimensions)
-
-    pooling = body.pooling or service.model.defaults.get("pooling", "mean")
-    if pooling not in POOLINGS:
-        own = f"one of {', '.join(POOLINGS)}; the checkpoint's own, {pooling!r}, is not supported"
-        raise wrong("pooling", own, None)
+    check_dimensions(service, body.dimensions)
 
     def encode() -> list[list[int]]:
         found = [prompt_ids(service, one, f"input[{index}]") for index, one in enumerate(inputs)]
@@ -75,10 +68,7 @@ async def embeddings(service: Service, request: Request, body: EmbeddingBody) ->
         return found
 
     prompts = await asyncio.to_thread(encode)
-    vectors = []
-    for tokens in prompts:
-        hidden = await unless_gone(request.receive, hidden_states(service, tokens))
-        vectors.append(pooled(hidden, pooling, body.dimensions))
+    vectors = await embedded(service, request, prompts, body.pooling, body.dimensions)
     used = sum(map(len, prompts))
     return json_response(
         {
@@ -91,6 +81,27 @@ async def embeddings(service: Service, request: Request, body: EmbeddingBody) ->
             "usage": {"prompt_tokens": used, "total_tokens": used},
         }
     )
+
+
+def check_dimensions(service: Service, asked: int | None) -> None:
+    widest = service.model.config.hidden_size
+    if asked is not None and asked > widest:
+        raise wrong("dimensions", f"a whole number from 1 to {widest}", asked)
+
+
+async def embedded(
+    service: Service, request: Request, prompts: list[list[int]], pooling: str | None = None, size: int | None = None
+) -> list[Tensor]:
+    """The vector of each sequence, in turn. `pooling` None: the checkpoint's own, else mean."""
+    pooling = pooling or service.model.defaults.get("pooling", "mean")
+    if pooling not in POOLINGS:
+        own = f"one of {', '.join(POOLINGS)}; the checkpoint's own, {pooling!r}, is not supported"
+        raise wrong("pooling", own, None)
+    vectors = []
+    for tokens in prompts:
+        hidden = await unless_gone(request.receive, hidden_states(service, tokens))
+        vectors.append(pooled(hidden, pooling, size))
+    return vectors
 
 
 def written(vector: Tensor, packed: bool) -> Any:

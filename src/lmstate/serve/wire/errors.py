@@ -59,11 +59,17 @@ class ApiError(Exception):
 
     def body(self, path: str) -> dict[str, Any]:
         """The JSON body of an error, by the protocol that `path` belongs to."""
+        if is_ollama(path):
+            return {"error": self.message}
         return self.anthropic() if is_anthropic(path) else self.openai()
 
 
 def is_anthropic(path: str) -> bool:
     return path.removeprefix("/v1").startswith("/messages")
+
+
+def is_ollama(path: str) -> bool:
+    return path.startswith("/api/")
 
 
 def as_api_error(error: Exception) -> ApiError:
