@@ -47,7 +47,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "lmstate.serve.openai": [
         {"fields", "tools", "models", "token_places"},
         {"chat", "completions"},
-        {"responses", "embeddings", "tokens"},
+        {"responses", "embeddings", "rerank", "tokens"},
     ],
     "lmstate.state": [
         {"blocks", "changes", "gradients", "inference_mode", "validate"},

@@ -25,7 +25,7 @@ from lmstate.serve.conversations.keeper import Keeper
 from lmstate.serve.guard import Guard
 from lmstate.serve.ollama import answers as ollama_answers
 from lmstate.serve.ollama import models as ollama_models
-from lmstate.serve.openai import chat, completions, embeddings, models, tokens
+from lmstate.serve.openai import chat, completions, embeddings, models, rerank, tokens
 from lmstate.serve.openai.responses import compact, stored
 from lmstate.serve.openai.responses import conversations as stored_conversations
 from lmstate.serve.openai.responses import routes as responses
@@ -37,7 +37,7 @@ from lmstate.serve.wire.errors import ApiError
 from lmstate.serve.wire.linger import Linger
 from lmstate.serve.wire.request_id import RequestIds
 from lmstate.serve.wire.schema.chat import ChatBody, DetokenizeBody, PromptBody, TokenizeBody
-from lmstate.serve.wire.schema.completions import CompletionBody, EmbeddingBody
+from lmstate.serve.wire.schema.completions import CompletionBody, EmbeddingBody, RerankBody
 from lmstate.serve.wire.schema.messages import CountBody, MessagesBody
 from lmstate.serve.wire.schema.ollama import (
     OllamaChatBody,
@@ -136,6 +136,8 @@ PATHS = (
         body=CountBody,
     ),
     Path("POST", "/v1/embeddings", embeddings.embeddings, summary="OpenAI embeddings", body=EmbeddingBody),
+    Path("POST", "/v1/rerank", rerank.rerank, summary="Documents by how well they answer a query", body=RerankBody),
+    Path("POST", "/v2/rerank", rerank.rerank, both=False, summary="The same, where Cohere has it", body=RerankBody),
     Path("GET", "/v1/sessions", sessions.list_sessions, summary="The sessions"),
     Path("POST", "/v1/sessions", sessions.create, summary="A new session", body=SessionBody),
     Path("GET", "/v1/sessions/{name}", sessions.get, summary="A session's text and tokens"),

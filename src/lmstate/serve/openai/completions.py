@@ -9,7 +9,7 @@ from time import time
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive
 
 from lmstate.serve.answer.handlers import json_response, log
 from lmstate.serve.answer.sampling import check_ids, sampling_params, stops
@@ -26,6 +26,7 @@ from lmstate.serve.wire.sse import DONE, EventStream, comment, data, unless_gone
 if TYPE_CHECKING:
     from lmstate.engine import Completion, Piece, TokenLogprob
     from lmstate.engine import Request as EngineRequest
+    from lmstate.generation import SamplingParams
 
 # Fill-in-the-middle tokens: (before the prefix, before the suffix, before the middle).
 FILL_IN = (
@@ -250,17 +251,8 @@ async def completions(service: Service, request: Request, body: CompletionBody) 
                 grammar = await unless_gone(
                     request.receive, service.grammars.compile_checked(constraint.lark, constraint.param)
                 )
-            while True:
-                try:
-                    asked = replace(params, grammar=grammar)
-                    submitted = service.submit(prompt, asked, max_new_tokens=longest, priority=body.priority or 0)
-                    requests.append(submitted)
-                    break
-                except ApiError as error:
-                    earlier = next((one for one in requests if not one.done), None)
-                    if error.code != "queue_full" or earlier is None:
-                        raise
-                    await unless_gone(request.receive, earlier.wait())  # more prompts than may wait at a time
+            asked = replace(params, grammar=grammar)
+            await queued(service, request.receive, requests, prompt, asked, longest, body.priority or 0)
         if body.stream:
             settings = service.settings
             return EventStream(
@@ -275,6 +267,27 @@ async def completions(service: Service, request: Request, body: CompletionBody) 
     except BaseException:
         texts.cancel()
         raise
+
+
+async def queued(
+    service: Service,
+    receive: Receive,
+    requests: list[EngineRequest],
+    prompt: list[int],
+    params: SamplingParams,
+    max_new_tokens: int,
+    priority: int = 0,
+) -> None:
+    """Submit one more of many requests: where more than may wait at a time are, after one of the others has ended."""
+    while True:
+        try:
+            requests.append(service.submit(prompt, params, max_new_tokens=max_new_tokens, priority=priority))
+            return
+        except ApiError as error:
+            earlier = next((one for one in requests if not one.done), None)
+            if error.code != "queue_full" or earlier is None:
+                raise
+            await unless_gone(receive, earlier.wait())
 
 
 def read_prompts(service: Service, body: CompletionBody) -> list[list[int]]:

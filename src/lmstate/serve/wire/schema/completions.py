@@ -1,4 +1,4 @@
-"""Completions and embeddings: texts and token ids without a conversation."""
+"""Completions, embeddings and reranking: texts and token ids without a conversation."""
 
 from __future__ import annotations
 
@@ -19,6 +19,24 @@ class CompletionBody(Generating, kw_only=True):
     echo: bool | None = None
     max_tokens: Whole | None = None
     logprobs: TopLogprobs | None = None
+
+
+class RerankDocument(Struct, kw_only=True):
+    """A document as an object, whose other fields are the client's own."""
+
+    text: str
+
+
+class RerankBody(Struct, kw_only=True):
+    """`/v1/rerank`"""
+
+    query: str | RerankDocument
+    documents: list[str | RerankDocument]
+    model: str | None = None
+    top_n: Positive | None = None
+    return_documents: bool | None = None
+    max_tokens_per_doc: Positive | None = None
+    instruction: str | None = None
 
 
 class EmbeddingBody(Struct, kw_only=True):
