@@ -29,9 +29,9 @@ def visit(browser: Any, tiny: Running) -> Iterator[Visit]:
     context.close()
 
 
-def findings(visit: Visit) -> list[str]:
+def findings(page: Any) -> list[str]:
     """What axe-core holds to be serious or critical, and what it finds too wide for the window."""
-    response = axe.Axe().run(visit.page).response
+    response = axe.Axe().run(page).response
     assert {"color-contrast", "button-name"} <= {one["id"] for one in response["passes"] + response["violations"]}
     found = response["violations"]
     serious = [
@@ -40,7 +40,7 @@ def findings(visit: Visit) -> list[str]:
         if one["impact"] in ("serious", "critical")
         for node in one["nodes"]
     ]
-    wide = visit.page.evaluate("document.documentElement.scrollWidth - innerWidth")
+    wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
     return [*serious, *([f"{wide} pixels too wide"] if wide > 0 else [])]
 
 
@@ -50,31 +50,31 @@ def test_nothing_serious_is_found_on_any_view(visit: Visit, scheme: str, size: s
     page, (width, height) = visit.page, SIZES[size]
     page.set_viewport_size({"width": width, "height": height})
     page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
-    found = {"empty": findings(visit)}
+    found = {"empty": findings(page)}
     visit.settings(max_tokens=12, temperature=0)
     visit.say(MARKDOWN)
-    found["chat"] = findings(visit)
+    found["chat"] = findings(page)
     visit.branch(lambda: visit.act("Another answer, in a new branch"))
     for name, key in {"tree": "Alt+t", "state": "Alt+s", "settings": "Alt+Comma"}.items():
         page.keyboard.press(key)
         page.wait_for_selector("#panel h2")
-        found[name] = findings(visit)
+        found[name] = findings(page)
     page.keyboard.press("Alt+Comma")
     visit.act("The tokens of this answer and their alternatives")
     page.locator("#panel .tokens button").nth(2).click()
     page.wait_for_selector("#panel .choices button")
-    found["tokens"] = findings(visit)
+    found["tokens"] = findings(page)
     page.click("[aria-label='Close the panel']")
     visit.act("Show the next branch beside this one")
     page.wait_for_selector("#other article")
-    found["compare"] = findings(visit)
+    found["compare"] = findings(page)
     visit.act("Say this otherwise, in a new branch")
-    found["edit"] = findings(visit)
+    found["edit"] = findings(page)
     page.locator("#rename").click()
     page.wait_for_selector("#dialog[open]")
-    found["dialog"] = findings(visit)
+    found["dialog"] = findings(page)
     page.click("#dialog-no")
     if size == "phone":
         page.click("#side-open")
-        found["side"] = findings(visit)
+        found["side"] = findings(page)
     assert {name: one for name, one in found.items() if one} == {}

@@ -27,6 +27,35 @@ QUERIES: dict[str, dict[str, Any]] = {  # of GET
 }
 
 
+TAGS = {  # by how a path begins
+    "/v1/sessions": "Sessions and prefixes",
+    "/v1/cache": "Sessions and prefixes",
+    "/reset_prefix_cache": "Sessions and prefixes",
+    "/v1/messages": "Anthropic",
+    "/api/": "Ollama",
+    "/v1/": "OpenAI",
+    "/v2/": "OpenAI",
+}
+_ASKED = [{"role": "user", "content": "Hello"}]
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": _ASKED, "max_tokens": 64},
+    "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 32},
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 64},
+    "/v1/messages": {"model": "smollm2", "messages": _ASKED, "max_tokens": 64},
+    "/v1/messages/count_tokens": {"model": "smollm2", "messages": _ASKED},
+    "/v1/embeddings": {"input": ["Hello", "Good-bye"]},
+    "/v1/rerank": {"query": "Where is Paris?", "documents": ["Paris is in France.", "Cats sleep."]},
+    "/v1/cache/explain": {"prompt": "Once upon a time"},
+    "/tokenize": {"prompt": "Hello"},
+    "/detokenize": {"tokens": [1, 2, 3]},
+    "/apply-template": {"messages": _ASKED},
+    "/api/chat": {"model": "smollm2", "messages": _ASKED, "options": {"num_predict": 64}},
+    "/api/generate": {"model": "smollm2", "prompt": "Hello", "options": {"num_predict": 64}},
+    "/api/embed": {"model": "smollm2", "input": ["Hello", "Good-bye"]},
+    "/api/show": {"model": "smollm2"},
+}
+
+
 def document(paths: Sequence[Path]) -> dict[str, Any]:
     """OpenAPI 3.1 of these routes."""
     from lmstate import __version__
@@ -38,6 +67,7 @@ def document(paths: Sequence[Path]) -> dict[str, Any]:
         path = one.path.replace(":path", "")
         operation: dict[str, Any] = {
             "summary": one.summary,
+            "tags": [next((tag for start, tag in TAGS.items() if path.startswith(start)), "Server")],
             "operationId": f"{one.method.lower()}{re.sub(r'[^a-z]+', '_', path.lower())}".rstrip("_"),
             "responses": {
                 "200": {"description": "The answer; events if a stream was asked for."},
@@ -54,8 +84,10 @@ def document(paths: Sequence[Path]) -> dict[str, Any]:
             asked = [{"name": name, "in": "query", "schema": schema} for name, schema in query.items()]
             operation.setdefault("parameters", []).extend(asked)
         if one.body is not None:
-            schema = {"$ref": REFERENCE.format(name=one.body.__name__)}
-            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+            content: dict[str, Any] = {"schema": {"$ref": REFERENCE.format(name=one.body.__name__)}}
+            if path in EXAMPLES:
+                content["example"] = EXAMPLES[path]
+            operation["requestBody"] = {"required": True, "content": {"application/json": content}}
         described.setdefault(path, {})[one.method.lower()] = operation
     keys = {
         "bearer": {"type": "http", "scheme": "bearer"},

@@ -1,4 +1,4 @@
-"""`/`: the page's static files, and the headers that keep it from asking or showing anything of another origin."""
+"""`/` and `/docs`: static files, and the headers that keep the pages from asking or showing what is of others."""
 
 from __future__ import annotations
 
@@ -48,6 +48,10 @@ async def index(service: Service, request: Request) -> ASGIApp:
     return _answer("index.html")
 
 
+async def docs(service: Service, request: Request) -> ASGIApp:
+    return _answer("docs.html")
+
+
 async def static(service: Service, request: Request) -> ASGIApp:
     return _answer(request.path_params["file"])
 
@@ -59,5 +63,9 @@ def _answer(name: str) -> Response:
     return Response(content, headers=HEADERS, media_type=kind)
 
 
-PATHS = (Path("GET", "/", index, both=False), Path("GET", "/page/files/{file}", static, both=False))
-OPEN_PATHS = ("/", *(f"/page/files/{name}" for name in FILES))  # without a key: they hold nothing of anybody
+PATHS = (
+    Path("GET", "/", index, both=False),
+    Path("GET", "/docs", docs, both=False),
+    Path("GET", "/page/files/{file}", static, both=False),
+)
+OPEN_PATHS = ("/", "/docs", *(f"/page/files/{name}" for name in FILES))  # without a key: they hold nothing of anybody

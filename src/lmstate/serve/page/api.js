@@ -16,24 +16,29 @@ export class Refused extends Error {
   }
 }
 
-async function request(method, path, { body, signal } = {}) {
+/** The answer to a request, whatever its status; who has to give a key is asked for it. */
+export async function answerTo(method, path, { body, signal } = {}) {
   for (;;) {
     const headers = {};
     const key = sessionStorage.getItem("key");
     if (key) headers.authorization = `Bearer ${key}`;
     let answer;
     try {
-      answer = await fetch(path, { method, headers, signal, body: body instanceof Blob || body === undefined ? body : JSON.stringify(body) });
+      answer = await fetch(path, { method, headers, signal, body });
     } catch (error) {
       if (error.name === "AbortError") throw error;
       throw new Refused("The server cannot be reached. Nothing is lost: try again when it is back.", 0);
     }
-    if (answer.ok) return answer;
-    if (answer.status === 401 && (await askKey(key))) continue;
-    const told = await answer.json().catch(() => null);
-    const advice = ADVICE[told?.error?.code] ?? "";
-    throw new Refused(`${told?.error?.message ?? `The server answered ${answer.status}.`}${advice}`, answer.status);
+    if (answer.status !== 401 || !(await askKey(key))) return answer;
   }
+}
+
+async function request(method, path, { body, signal } = {}) {
+  const answer = await answerTo(method, path, { body: body instanceof Blob || body === undefined ? body : JSON.stringify(body), signal });
+  if (answer.ok) return answer;
+  const told = await answer.json().catch(() => null);
+  const advice = ADVICE[told?.error?.code] ?? "";
+  throw new Refused(`${told?.error?.message ?? `The server answered ${answer.status}.`}${advice}`, answer.status);
 }
 
 let asking = null;
