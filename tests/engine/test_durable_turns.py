@@ -14,12 +14,12 @@ import pytest
 
 import lmstate
 from lmstate.engine import Completion, SessionBusy, SessionMoved, StoreUnreachable
+from lmstate.engine.prefix.digests import packed
 from lmstate.engine.session import KeyedAnswer, Record
 from lmstate.engine.tiers import Tier, fetch, records
 from lmstate.engine.tiers.blobs import RedisBlobs
 from lmstate.engine.tiers.folder import OLD_SESSIONS, FolderTier
 from lmstate.engine.tiers.shared import SharedTier
-from lmstate.engine.tiers.tier import packed
 from tests.engine.faults import READS, WRITES, Fault, retry_at_once
 from tests.engine.test_shared_tiers import Memory
 from tests.waiting import GUARD, wait_until

@@ -19,9 +19,10 @@ from tokenizers import models
 
 import lmstate
 from lmstate.checkpoints.huggingface.directory import tokenizer_files
+from lmstate.engine.prefix.digests import packed
 from lmstate.engine.session import MARKS, UNDOS, Record
 from lmstate.engine.tiers.folder import FolderTier
-from lmstate.engine.tiers.tier import Entry, packed
+from lmstate.engine.tiers.tier import Entry
 from lmstate.errors import ModelError, SnapshotError
 from lmstate.files.json_object import parse_object
 from lmstate.state.snapshot_folder import SnapshotFolder

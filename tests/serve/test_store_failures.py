@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -13,7 +15,7 @@ import lmstate
 from lmstate.engine import Engine
 from lmstate.engine.tiers import Tier
 from lmstate.engine.tiers.folder import FolderTier
-from lmstate.serve import Settings
+from lmstate.serve import Settings, make_server
 from tests.engine.faults import READS, WRITES, Fault, retry_at_once
 from tests.serve.running import Running, events, running
 from tests.waiting import patient, wait_until
@@ -163,3 +165,25 @@ def test_a_response_that_is_asked_for_again_with_its_key_is_the_same(stream: boo
     assert ask("b", conversation=conversation)["id"] != first["id"] != ask("a", input="Else")["id"]
     assert len(client.get(f"/v1/conversations/{conversation}/items").json()["data"]) == 4
     assert ask("c", store=False)["id"] != ask("c", store=False)["id"]
+
+
+def test_what_a_stop_interrupts_is_told_and_no_turn_is_half_there(tiny_model: lmstate.Model, tmp_path: Path) -> None:
+    long: dict[str, Any] = {"tokens": [7], "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    with Engine(tiny_model, store=tmp_path) as engine:
+        server = make_server(engine, Settings("tiny", port=0, folder=tmp_path, drain=0.3), close_engine=True)
+        thread = Thread(target=server.run, daemon=True)
+        thread.start()
+        wait_until(lambda: server.started)
+        with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=600) as client:
+            client.post("/v1/sessions", json={"name": "s"})
+            client.post("/v1/sessions/s/send", json=TURN)
+            with client.stream("POST", "/v1/sessions/s/send", json=long) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                server.should_exit = True
+                told = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        thread.join(600)
+        ended = told[-1]["object"] == "session.answer" if "object" in told[-1] else False
+        assert ended or told[-1]["error"]["code"] == "shutting_down"
+    with Engine(tiny_model, store=tmp_path) as engine:
+        assert len(engine.session("s").tokens) == (told[-1]["length"] if ended else 5)

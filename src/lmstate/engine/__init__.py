@@ -4,8 +4,10 @@ from lmstate.engine.engine import Engine
 from lmstate.engine.request import Request
 from lmstate.engine.results import (
     Completion,
+    Drained,
     EngineClosed,
     EngineError,
+    Load,
     Piece,
     QueueFull,
     Reuse,
@@ -18,10 +20,12 @@ from lmstate.generation import Grammar, TokenLogprob
 
 __all__ = [
     "Completion",
+    "Drained",
     "Engine",
     "EngineClosed",
     "EngineError",
     "Grammar",
+    "Load",
     "Piece",
     "QueueFull",
     "Request",

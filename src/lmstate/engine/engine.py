@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Condition, Event, Thread, current_thread
+from time import monotonic, sleep
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -24,10 +25,11 @@ from lmstate.engine.job import Job, Terms
 from lmstate.engine.memory import RowCost
 from lmstate.engine.options import answered_ids, are_messages, as_bytes, check_length, prompt_ids, refuse_no_messages
 from lmstate.engine.pace import Pace
+from lmstate.engine.prefix.digests import resident
 from lmstate.engine.prefix.picture import Prefix, picture, prefixes
 from lmstate.engine.queue import Queue
 from lmstate.engine.request import Request
-from lmstate.engine.results import Completion, EngineClosed, Piece, Reuse, Usage
+from lmstate.engine.results import Completion, EngineClosed, Load, Piece, Reuse, Usage
 from lmstate.engine.reuse import PrefixReuse
 from lmstate.engine.scheduler import Scheduler
 from lmstate.engine.session import KeyedAnswer, Record, Session, check_name
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 CLOSED = "the engine was closed: make another one"
+DRAIN_LOOK = 0.01  # seconds between two looks at whether all requests have ended
+FLUSH_SECONDS = 30.0  # that draining waits for the store
 IDLE = 0.05  # seconds between two looks at requests that cannot begin yet; what they wait for wakes the thread before
 
 
@@ -135,7 +139,7 @@ class Engine:
         self._drafting = drafting
         self._commands: deque[tuple[Callable[[Model], Any], Future[Any]]] = deque()
         self._changed = Condition()
-        self._closed = self._forked = False
+        self._closed = self._forked = self._draining = False
         self._order = 0
         ready = Event()
         arguments = (weakref.ref(self), self._changed, ready, self._tier)
@@ -238,6 +242,8 @@ class Engine:
         request = Request(ids, self._wake, self._delivery, self._thinking_format)
         with self._changed:
             self.refuse_closed()
+            if self._draining:
+                raise EngineClosed("the engine is being drained: it takes no more requests")
             self._queue.add(Job(request, terms, self._order, messages, session, told))
             self._order += 1
             self._scheduler.counts["requests"] += 1
@@ -415,6 +421,31 @@ class Engine:
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return self.model.tokenizer.decode(ids, False) if self.model.has_tokenizer else " ".join(map(str, ids))
+
+    def drain(self, seconds: float = 0.0) -> bool:
+        """Take no more requests, and let those that run go on for so long; the others raise `Drained` then.
+
+        Waits until all that was computed is in the store, if there is one; False if it does not take it in time.
+        """
+        with self._changed:
+            self.refuse_closed()
+            self._draining = True
+        until = monotonic() + seconds
+        while monotonic() < until and self._busy():
+            sleep(DRAIN_LOOK)
+        self._called(lambda _: self._scheduler.drain())
+        return self._tier is None or self._tier.flush(FLUSH_SECONDS)
+
+    def load(self) -> Load:
+        """The requests that it has, and the room for more. Cheap, and no step waits for it."""
+        return self._scheduler.load()
+
+    def resident(self, limit: int = 1000) -> list[str]:
+        """Digests of the prefixes in memory, the last used first, at most so many.
+
+        SHA-256 of token ids as int32, little-endian, of the first 64, 128, ... 1,024, 2,048, ... tokens of a text.
+        """
+        return self._called(lambda _: resident(self._reuse.prefixes, limit))
 
     def close(self) -> None:
         """End all requests as they are, and the thread. Harmless if it was closed."""

@@ -96,6 +96,14 @@ class Pace:
         call, token, _, position = self._costs
         return (call / MOST + token + position * tokens / 2) * tokens if self._prior else None
 
+    def until_read(self, tokens: int, decoding: bool) -> float | None:
+        """Estimated seconds until so many tokens are read, between steps of rows that decode; None: not known yet."""
+        if not tokens:
+            return 0.0
+        if (seconds := self.seconds(tokens)) is None or not decoding or not self.decode:
+            return seconds
+        return seconds * (1 + self.decode / max(self._time((None,)), self._expected(LEAST, 0, 1), 1e-6))
+
     def chunk(
         self, decoding: bool, at: int, left: int, itls: Collection[float | None] = (None,), spent: float = 0.0
     ) -> int:

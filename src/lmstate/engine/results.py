@@ -20,6 +20,15 @@ class EngineClosed(EngineError):
     """The engine was closed: it takes no more requests."""
 
 
+class Drained(EngineError):
+    """The engine was drained before the request ended. `submit(..., answered=)` goes on with it elsewhere."""
+
+    def __init__(self, answered: list[list[int]], seed: int) -> None:
+        super().__init__("the engine was drained before the request ended: go on elsewhere with what was answered")
+        self.answered = answered  # the tokens of each answer that were sent
+        self.seed = seed  # of its random numbers, given or not
+
+
 class StoreUnreachable(EngineError):
     """The store did not answer, so that it is unknown what it has. Try again."""
 
@@ -30,6 +39,18 @@ class SessionMoved(EngineError):
     def __init__(self, message: str, generation: int) -> None:
         super().__init__(message)
         self.generation = generation  # of the record that is in the store
+
+
+@dataclass(frozen=True)
+class Load:
+    """The work that an engine has now, and the room that is left."""
+
+    waiting: int  # requests that are not begun
+    reading: int  # whose prompts are read
+    answering: int  # whose answers are made
+    unread: int  # tokens of prompts that are to be read yet, at most: of waiting ones it is not known what is reused
+    free_tokens: int  # that rows have room for beside those that there are; what is kept for reuse gives way
+    first_token: float | None  # estimated seconds until a prompt that comes now is begun; None: nothing was measured
 
 
 class Piece(str):

@@ -18,7 +18,7 @@ from lmstate.engine.memory import CHECK_EVERY, Preempted, RowCost, nbytes, too_l
 from lmstate.engine.pace import Pace
 from lmstate.engine.prefix.tree import shared
 from lmstate.engine.queue import Queue
-from lmstate.engine.results import Completion, Piece
+from lmstate.engine.results import Completion, Drained, Load, Piece
 from lmstate.engine.reuse import PrefixReuse
 from lmstate.engine.rows import RowPool
 from lmstate.generation.logprobs import logprob
@@ -71,6 +71,7 @@ class Scheduler:
         self.counts: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         self.pool: RowPool[AnswerRow] = RowPool(model, new_state, rows)
         self.peak = 0  # most bytes of rows at a time
+        self._held = 0  # bytes of rows when they were last looked at
         self.preempted: list[Preempted] = []  # answers whose rows were taken back
         self._jobs: dict[AnswerRow, Job] = {}  # of the choices that have a row
         self._blocks, self._cost = blocks, cost
@@ -99,6 +100,30 @@ class Scheduler:
         finally:
             self._delivery.deliver()
         return bool(self.reading or self.answering)
+
+    def drain(self) -> None:
+        """End all requests with what was answered so far; what was computed of them is kept."""
+        for job in self.all():
+            answered = [list(choice.tokens) for choice in job.choices]
+            told = answered or [list(job.told(index)) for index in range(job.params.n)]
+            self._forget(job)
+            job.error = Drained(told, job.seed)
+            self._ended(job, job.error)
+        self._delivery.deliver()
+
+    def load(self) -> Load:
+        """For any thread, and without a lock: numbers of the same moment, or nearly so."""
+        waiting, reading, answering = self.waiting.jobs(), list(self.reading), list(self.answering)
+        unread = sum(len(job.prompt) for job in waiting) + sum(len(job.prompt) - job.at for job in reading)
+        room = max(0, self._reuse.memory - self._held - self._cost.fixed)
+        return Load(
+            len(waiting),
+            len(reading),
+            len(answering),
+            unread,
+            int(room / self._cost.per_token) if self._cost.per_token else room,
+            self._pace.until_read(unread, bool(len(self.pool))),
+        )
 
     def end_all(self) -> None:
         for job in self.all():
@@ -355,7 +380,7 @@ class Scheduler:
                     held = self.row_bytes()
                 kept = prefixes.nbytes
             self._reuse.bound(held)
-        self.peak = max(self.peak, held)
+        self.peak, self._held = max(self.peak, held), held
         self._unmeasured = 0
         # The rows may double in a step. Far from the budget they are looked at now and then.
         self._spare = memory - 2 * held - prefixes.nbytes

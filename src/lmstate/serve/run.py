@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from lmstate.engine.results import EngineClosed
 from lmstate.serve.app import create_app
 from lmstate.serve.settings import Settings
 from lmstate.serve.wire.errors import ApiError
@@ -37,9 +38,10 @@ FULL = (
 class Server(uvicorn.Server):
     """uvicorn's server. SIGTERM refuses new requests, lets streams end for a while, then ends them properly."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, drains: bool = True) -> None:
+        """`drains`: the engine ends with the server, so that requests are told to go on elsewhere."""
         super().__init__(config)
-        self.service = service
+        self.service, self._drains = service, drains
         self.ready: Callable[[int], None] = lambda port: None  # called once it listens, with the port
 
     async def startup(self, sockets: Any = None) -> None:
@@ -68,6 +70,9 @@ class Server(uvicorn.Server):
     async def _end_streams(self) -> None:
         """Streams that go on for too long are told that they end: their last events still come."""
         await asyncio.sleep(self.service.settings.drain)
+        if self._drains:
+            with suppress(EngineClosed):
+                await asyncio.to_thread(self.service.engine.drain)
         self.service.cancel_all()
 
 
@@ -190,4 +195,4 @@ def make_server(engine: Engine, settings: Settings, *, close_engine: bool = True
         timeout_keep_alive=settings.keep_alive,
         timeout_graceful_shutdown=int(settings.drain) + 5,
     )
-    return Server(config, app.state.service)
+    return Server(config, app.state.service, drains=close_engine)

@@ -22,6 +22,7 @@ from threading import Lock
 from time import time, time_ns
 from typing import get_args
 
+from lmstate.engine.prefix.digests import packed
 from lmstate.engine.prefix.parts import Layers, nbytes
 from lmstate.engine.tiers.seal import seal
 from lmstate.engine.tiers.tier import (
@@ -31,7 +32,6 @@ from lmstate.engine.tiers.tier import (
     SavedSession,
     Tier,
     from_bytes,
-    packed,
     to_bytes,
     unpacked,
 )

@@ -19,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
+from lmstate.engine.prefix.digests import beginnings, packed
 from lmstate.engine.prefix.parts import Layers
 from lmstate.engine.tiers.blobs import Blobs
 from lmstate.engine.tiers.seal import SealBroken, SealedBlobs
@@ -29,14 +30,12 @@ from lmstate.engine.tiers.tier import (
     SavedSession,
     Tier,
     from_bytes,
-    packed,
     to_bytes,
     unpacked,
 )
 from lmstate.errors import SnapshotError
 
 MOST_ENTRIES = 50_000  # of the index that are read at the start
-FINE, COARSE = 64, 1024  # tokens between two beginnings that are looked up, in the first COARSE ones and beyond
 KEYS = 8  # entries that are remembered of a beginning
 DEEPEST = 4  # beginnings of a text, the longest that are known, whose entries are taken
 MOST_FOUND = 64  # entries that one text's lookup reads the index of
@@ -104,14 +103,7 @@ class SharedTier(Tier):
 
     def _beginnings(self, tokens: Sequence[int]) -> list[str]:
         """The names of the beginnings of a text that are looked up, shorter ones first."""
-        data, names = packed(tokens), []
-        digest, done = hashlib.sha256(), 0
-        ends = [*range(FINE, COARSE, FINE), *range(COARSE, len(tokens) + 1, COARSE)]
-        for end in [end for end in ends if end <= len(tokens)]:
-            digest.update(data[4 * done : 4 * end])
-            done = end
-            names.append(f"{self._place}/prefix/{digest.hexdigest()}")
-        return names
+        return [f"{self._place}/prefix/{digest}" for digest in beginnings(tokens)]
 
     def _pointed(self, name: str) -> list[str]:
         """The keys under a beginning; none if there is something else."""

@@ -16,6 +16,7 @@ from typing import Literal, TypeVar
 import numpy as np
 from torch import Tensor
 
+from lmstate.engine.prefix.digests import packed
 from lmstate.engine.prefix.parts import Layers, nbytes
 from lmstate.engine.tiers.records import RecordWriter, SavedSession
 from lmstate.engine.tiers.seal import key_name, store_key
@@ -268,11 +269,6 @@ class Tier(ABC):
             with self._changed:
                 self._coming.discard(job.key)
                 self._waiting -= nbytes(job.layers)
-
-
-def packed(tokens: Sequence[int]) -> bytes:
-    """Token ids as int32, little-endian."""
-    return np.asarray(tokens, dtype=np.int64).astype("<i4").tobytes()
 
 
 def unpacked(data: bytes) -> array[int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
-from lmstate.engine.results import EngineError, Piece
+from lmstate.engine.results import Drained, EngineError, Piece
 from lmstate.engine.session import Moment, Record
 from lmstate.serve.answer.answers import Answer, usage_details
 from lmstate.serve.answer.handlers import log
@@ -248,6 +248,8 @@ class Keeper:
         status, wrong = "stopped", ""
         try:
             status = await self._take(live, answer, request)
+        except Drained:
+            pass  # it can be gone on with once the server is back
         except Exception as error:
             log.error("an answer of a conversation failed", exc_info=error)
             status, wrong = "failed", as_api_error(error).message

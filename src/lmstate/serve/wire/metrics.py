@@ -114,6 +114,16 @@ class EngineCollector(Collector):
             metric = family(f"lmstate:{name}", f"The engine's {key}.", labels=["model_name"])
             metric.add_metric([self._model], float(value))
             yield metric
+        load = self._engine.load()
+        for key in ("unread", "free_tokens", "first_token"):
+            gauge = GaugeMetricFamily(f"lmstate:load_{key}", f"The engine's load: {key}.", labels=["model_name"])
+            gauge.add_metric([self._model], float("nan") if (value := getattr(load, key)) is None else float(value))
+            yield gauge
+        digests = GaugeMetricFamily(
+            "lmstate:resident_prefixes", "Digests of prefixes in memory.", labels=["model_name"]
+        )
+        digests.add_metric([self._model], len(self._engine.resident()))
+        yield digests
         report = self._engine.draft_report()
         drafts = CounterMetricFamily("lmstate:spec_decode_num_drafts", "Drafts verified.", labels=["model_name"])
         drafts.add_metric([self._model], report.drafts)
