@@ -25,8 +25,7 @@ from lmstate.engine.job import Job, Terms
 from lmstate.engine.memory import RowCost
 from lmstate.engine.options import answered_ids, are_messages, as_bytes, check_length, prompt_ids, refuse_no_messages
 from lmstate.engine.pace import Pace
-from lmstate.engine.prefix.digests import resident
-from lmstate.engine.prefix.picture import Prefix, picture, prefixes
+from lmstate.engine.prefix.picture import Prefix, picture, prefixes, resident
 from lmstate.engine.queue import Queue
 from lmstate.engine.request import Request
 from lmstate.engine.results import Completion, EngineClosed, Load, Piece, Reuse, Usage

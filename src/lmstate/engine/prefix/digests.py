@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from lmstate.engine.prefix.store import PrefixStore
 
 FINE, COARSE = 64, 1024  # tokens between two beginnings that have names, in the first COARSE ones and beyond
 
@@ -28,19 +24,3 @@ def beginnings(tokens: Sequence[int]) -> Iterator[str]:
         digest.update(data[4 * done : 4 * end])
         done = end
         yield digest.hexdigest()
-
-
-def resident(prefixes: PrefixStore, limit: int) -> list[str]:
-    """The digests of the beginnings that memory has, of the texts that were last used first; the longest first."""
-    found: dict[str, None] = {}
-    leaves = [node for _, node in prefixes.nodes() if not node.children]
-    for leaf in sorted(leaves, key=lambda node: node.used, reverse=True):
-        if len(found) >= limit:
-            break
-        held = 0
-        for node in leaf.path():
-            if node.run is None:
-                break
-            held = node.end
-        found.update(dict.fromkeys([*beginnings(leaf.all_tokens()[:held])][::-1]))
-    return list(found)[: max(0, limit)]

@@ -1,10 +1,11 @@
-"""A prefix store for people: its runs of tokens as values, and as text."""
+"""A prefix store from outside: its runs of tokens as values and as text, and the names of what it has."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from lmstate.engine.prefix.digests import beginnings
 from lmstate.engine.prefix.store import PrefixStore
 from lmstate.engine.prefix.tree import Node, walk
 
@@ -78,3 +79,19 @@ def picture(store: PrefixStore, decode: Callable[[Sequence[int]], str]) -> str:
     """A line a run, indented by depth: its tokens, their number, and what is known at its end; see `Prefix.flags`."""
     runs = (f"{'  ' * one.depth}{one.start}+{one.count} [{one.flags}] {one.text}" for one in prefixes(store, decode))
     return "\n".join((f"{store.nbytes:,} of {store.limit:,} bytes", *runs))
+
+
+def resident(prefixes: PrefixStore, limit: int) -> list[str]:
+    """The digests of the beginnings that memory has, of the texts that were last used first; the longest first."""
+    found: dict[str, None] = {}
+    leaves = [node for _, node in prefixes.nodes() if not node.children]
+    for leaf in sorted(leaves, key=lambda node: node.used, reverse=True):
+        if len(found) >= limit:
+            break
+        held = 0
+        for node in leaf.path():
+            if node.run is None:
+                break
+            held = node.end
+        found.update(dict.fromkeys([*beginnings(leaf.all_tokens()[:held])][::-1]))
+    return list(found)[: max(0, limit)]

@@ -110,4 +110,5 @@ async def health(service: Service, request: Request) -> ASGIApp:
 
 
 async def metrics(service: Service, request: Request) -> ASGIApp:
-    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    text = await asyncio.to_thread(service.metrics.text)  # it asks the engine between two steps
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
