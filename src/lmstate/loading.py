@@ -25,7 +25,7 @@ def load(
     lora: LoraConfig | None = None,
     adapter: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]] | None = None,
     merge: bool = False,
-    heads: bool = False,
+    heads: bool | str | os.PathLike[str] = False,
     activations: Literal["auto", 8, 16] = "auto",
     context_size: int | None = None,
 ) -> Model:
@@ -42,7 +42,8 @@ def load(
     `merge`; or several by name, of which `model.adapted(name)` runs one, or one for each row. With trainable="lora",
     the one to train on.
     heads: also load the checkpoint's multi-token prediction heads, to draft with (`generate(draft="heads")`; "auto"
-    uses them too). Each is one more layer, which every state of the model then keeps and every step runs.
+    uses them too). Each is one more layer, which every state of the model then keeps and every step runs. Or the folder
+    or Hub id of a head that was published apart (EAGLE-3).
     activations: bits of the activations that int4 and int8 weights multiply on the CPU, 8 or 16; "auto" is 16. With 8,
     prompts are faster and perplexity is some tenths of a percent higher; heads keep 16.
     context_size: the most tokens that texts will have. More than the model was made for stretches its positions by YaRN
@@ -56,13 +57,12 @@ def load(
     _check_device(device)
     adapted = trainable or lora is not None or adapter is not None or merge
     if heads and adapted:
-        raise ModelError(
-            "heads=True does not go with training or adapters: prediction heads were made for the model alone"
-        )
+        raise ModelError("heads do not go with training or adapters: they were made for the model alone")
     if context_size is not None and whole_number(context_size, "context_size") < 1:
         raise ValueError(f"context_size={context_size} was asked for; give 1 token or more")
+    own = heads if isinstance(heads, bool) else False
     opened, tokenizer, defaults = open_checkpoint(
-        name, weights, dtype, device, heads=heads, activations=activations, context_size=context_size
+        name, weights, dtype, device, heads=own, activations=activations, context_size=context_size
     )
     if adapted:
         from lmstate.training import open_model
@@ -70,6 +70,15 @@ def load(
         model = open_model(opened, trainable, lora, adapter, merge)
     else:
         model = build(opened)
+    if not isinstance(heads, bool):
+        from lmstate.checkpoints.hub import cache_dir, resolve
+        from lmstate.checkpoints.loader import WeightLoader
+        from lmstate.models.heads.published import with_head
+
+        dtype = model.dtype
+        model = with_head(
+            model, resolve(heads), lambda source: WeightLoader(source, weights, dtype, device or "cpu", cache_dir())
+        )
     model.name = str(name)
     model.defaults = defaults
     model.notes = (*opened.source.notes, *opened.source.conversions)

@@ -26,7 +26,11 @@ BOUND = 1e-4
 
 
 def speaking(case: str) -> lmstate.Model:
-    return replace(pair(case).ours, _tokenizer=FakeTokenizer(), eos_ids=frozenset())  # type: ignore[arg-type]
+    return speaking_model(pair(case).ours)
+
+
+def speaking_model(model: lmstate.Model) -> lmstate.Model:
+    return replace(model, _tokenizer=FakeTokenizer(), eos_ids=frozenset())  # type: ignore[arg-type]
 
 
 def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:

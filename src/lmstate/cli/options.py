@@ -126,7 +126,7 @@ Draft = Annotated[
     typer.Option(
         "--draft", metavar="MODEL|text|heads|none",
         help="Who proposes tokens to verify several at a step: the text so far, the model's own multi-token "
-        "prediction heads, or a smaller model. Changes no word.",
+        "prediction heads, an EAGLE-3 head, or a smaller model. Changes no word.",
     ),
 ]  # fmt: skip
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message that comes first.")]
@@ -149,7 +149,7 @@ def load_model(
     raise_interrupts()
     set_threads(threads)
     model = lmstate.load(
-        name, weights=weights.value, adapter=adapter, device=device, heads=draft == "heads",
+        name, weights=weights.value, adapter=adapter, device=device, heads=draft == "heads" or published_head(draft),
         activations=activations.bits, context_size=context_size,
     )  # fmt: skip
     model.on_part = PromptProgress()
@@ -190,10 +190,24 @@ def _thread_count(asked: str | None) -> int | Literal["auto"]:
 
 
 def load_drafter(name: str, device: str | None = None) -> str | Model:
-    """Drafter that `--draft` names: "auto", "text", "heads" or "none" as they are, else the model of that name."""
+    """Drafter that `--draft` names: "auto", "text", "heads" or "none" as they are, "heads" for a head that is published
+    apart, else the model of that name."""
     import lmstate
 
+    if published_head(name):
+        return "heads"
     return name if name in DRAFTERS else lmstate.load(name, weights=WeightKind.auto.value, device=device)
+
+
+def published_head(draft: str) -> Literal[False] | Path:
+    """Where the head lies that `--draft` names; False where it names none."""
+    from lmstate.checkpoints.hub import resolve
+    from lmstate.models.heads.published import is_eagle3
+
+    if draft in DRAFTERS:
+        return False
+    folder = resolve(draft)
+    return folder if is_eagle3(folder) else False
 
 
 def kv_storage(bits: KVWidth | None) -> Quantized | None:

@@ -22,10 +22,10 @@ from lmstate.models.describe import describe
 from lmstate.models.fingerprint import fingerprint
 from lmstate.models.forward import Forward, Head, Keep, Run
 from lmstate.models.heads.ahead import draft_ahead, read
-from lmstate.models.heads.head import PredictionHead
+from lmstate.models.heads.head import DraftHead
 from lmstate.models.layers.embedding import EmbeddingHook, LearnedPositions, OutputHook
 from lmstate.models.layers.rope import Rope
-from lmstate.models.stack import run_eager, run_stack
+from lmstate.models.stack import run_eager, run_stack, run_tapped
 from lmstate.models.tokens import Tokens, token_rows
 from lmstate.models.trace import OnSublayer, Traced, traced_blocks
 from lmstate.ops import Norm, Weight
@@ -70,7 +70,7 @@ class Model:
     head_bias: Tensor | None = None
     entry: EmbeddingHook | None = None
     exit: OutputHook | None = None
-    heads: tuple[PredictionHead, ...] = ()  # multi-token prediction; a state has a layer for each behind the blocks'
+    heads: tuple[DraftHead, ...] = ()  # that draft; a state has a layer for each behind the blocks'
     dtype: torch.dtype = torch.float32  # of stored keys and values, and of large matrix products
     context_size: int | None = None  # tokens that a text may have: what it was made for, unless `load` says otherwise
     name: str = ""
@@ -328,9 +328,10 @@ class Model:
         def run(ids: Tensor, step: Step, state: State, keep: Keep) -> Tensor:
             x = self.embedded(ids, step)
             on("embed", ids, x)
-            x = run_eager(blocks, x, step, state.layers)
+            taps = self.heads[0].taps if self.heads else ()
+            x, tapped = run_tapped(blocks, x, step, state.layers, None, taps)
             x = x if self.exit is None else Traced(self.exit, "exit", on)(x)
-            self._run_heads(x, ids, step, state.layers)
+            self._run_heads(x, ids, step, state.layers, tapped)
             return x
 
         out = self._extend(tokens, state, "all", commit, run, Traced(self.logits, "head", on))
@@ -431,17 +432,29 @@ class Model:
         Eagerly, unless `state`, whose layers these are, keeps the plan. keep: see `Run`.
         """
         reads = len(layers) > len(self.blocks)  # heads read the whole stream
-        x = run_stack(self.blocks, self.embedded(tokens, step), step, layers, state, None if reads else keep)
+        tapped: list[Tensor] = []
+        x = self.embedded(tokens, step)
+        if reads and self.heads[0].taps:
+            x, tapped = run_tapped(self.blocks, x, step, layers, state, self.heads[0].taps)
+        else:
+            x = run_stack(self.blocks, x, step, layers, state, None if reads else keep)
         x = x if self.exit is None else self.exit(x)
         if not reads:
             return x
-        self._run_heads(x, tokens, step, layers)
+        self._run_heads(x, tokens, step, layers, tapped)
         return x if keep is None else ops.last_tokens(x, step.counts, keep)
 
-    def _run_heads(self, stream: Tensor, tokens: Tensor, step: Step, layers: Sequence[LayerState]) -> None:
+    def _run_heads(
+        self,
+        stream: Tensor,
+        tokens: Tensor,
+        step: Step,
+        layers: Sequence[LayerState],
+        tapped: Sequence[Tensor] = (),
+    ) -> None:
         """Have the heads read a step, where the state has layers of theirs: `stream` `[R, T, E]` behind the blocks."""
         if caches := layers[len(self.blocks) :]:
-            read(self.heads, self.norm, stream, tokens, step, caches)
+            read(self.heads, self.norm, stream, tokens, step, caches, tapped)
 
     def embedded(self, tokens: Tensor, step: Step) -> Tensor:
         """The stream in front of the first block: tokens int64 `[R, T]` -> float32 `[R, T, E]`."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import partial
+from itertools import groupby, pairwise
 from operator import is_
 from typing import NamedTuple, Protocol
 
@@ -62,6 +63,31 @@ def run_stack(
     return plan.run(x, step, layers, keep)
 
 
+def run_tapped(
+    blocks: Sequence[Block],
+    x: Tensor,
+    step: Step,
+    layers: Sequence[LayerState],
+    owner: PlanOwner | None,
+    taps: tuple[int, ...],
+) -> tuple[Tensor, list[Tensor]]:
+    """`run_stack`, and the stream in front of the blocks of these numbers, which rise."""
+    bounds = [0, *taps, len(blocks)]
+    if owner is None or torch.compiler.is_compiling():
+        parts = [partial(run_eager, blocks[first:stop]) for first, stop in pairwise(bounds)]
+        runs: list[Callable[[Tensor, Step, Sequence[LayerState]], Tensor]] = [*parts]
+    else:
+        plans = owner.decode_plan
+        if not isinstance(plans, TappedPlan) or plans.taps != taps or not plans.holds(blocks):
+            plans = owner.decode_plan = TappedPlan(blocks, taps)
+        runs = [plan.run for plan in plans.parts]
+    streams = []
+    for run, (first, stop) in zip(runs, pairwise(bounds)):
+        x = run(x, step, layers[first:stop])
+        streams.append(x)
+    return x, streams[:-1]
+
+
 class Plan:
     """A compiled stack. It belongs to one state: what it captured points to that one's caches."""
 
@@ -90,6 +116,15 @@ class Plan:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
+
+
+class TappedPlan(Plan):
+    """Plans of the blocks between taps, where the stream is read."""
+
+    def __init__(self, blocks: Sequence[Block], taps: tuple[int, ...]):
+        super().__init__(blocks)
+        self.taps = taps
+        self.parts = [Plan(blocks[first:stop]) for first, stop in pairwise([0, *taps, len(blocks)])]
 
 
 @dataclass(frozen=True, eq=False)

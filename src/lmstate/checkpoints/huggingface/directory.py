@@ -91,6 +91,12 @@ class CheckpointFolder:
             )
         return self._where[name].tensor(name)
 
+    def integers(self, name: str) -> Tensor:
+        """A tensor of whole numbers, int64: what maps tokens to tokens, say. Raises `ModelError` for one of others."""
+        if name not in self._where or self._dtype(name) not in ("int64", "int32"):
+            raise ModelError(f"{self.path} lacks the whole numbers {name!r}; the checkpoint is incomplete")
+        return self._tensor(name).long()
+
     def _tensor(self, name: str) -> Tensor:
         return self._where[name].tensor(name)
 

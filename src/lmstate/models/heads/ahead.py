@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lmstate import ops
 from lmstate.errors import PendingError
-from lmstate.models.heads.head import PredictionHead, parts
+from lmstate.models.heads.head import DraftHead, parts
 from lmstate.ops import Norm
 from lmstate.speculation.heads_drafter import AheadDraft
 from lmstate.state import LayerState, State, Step
@@ -19,18 +18,20 @@ DOUBTFUL = 0.05  # a batch whose drafts are all no more probable than this draft
 
 
 def read(
-    heads: Sequence[PredictionHead],
+    heads: Sequence[DraftHead],
     norm: Norm,
     stream: Tensor,
     tokens: Tensor,
     step: Step,
     caches: Sequence[LayerState],
+    tapped: Sequence[Tensor] = (),
 ) -> None:
     """Have each head read a step, so that its layer state is ready to draft from.
 
-    norm: the model's last; stream: float32 `[R, T, E]` behind its blocks; tokens: int64 `[R, T]`; caches: the heads'.
+    norm: the model's last; stream: float32 `[R, T, E]` behind its blocks; tokens: int64 `[R, T]`; caches: the heads';
+    tapped: the stream at the taps of the first head.
     """
-    hidden = ops.norm(stream, norm) if heads[0].chained_norm else stream
+    hidden = heads[0].reads(stream, norm, tapped)
     for head, cache in zip(heads, caches, strict=True):
         tail, blocks = parts(cache)
         before = tail.advance(hidden, step)
@@ -41,7 +42,7 @@ def read(
 
 
 def draft_ahead(
-    heads: Sequence[PredictionHead],
+    heads: Sequence[DraftHead],
     norm: Norm,
     state: State,
     caches: Sequence[LayerState],
@@ -108,7 +109,7 @@ class _Drafted:
         }
 
 
-def _chain(head: PredictionHead, cache: LayerState, drafted: _Drafted) -> None:
+def _chain(head: DraftHead, cache: LayerState, drafted: _Drafted) -> None:
     """Draft with one head, which reads its own output: in the layer state a step of several parts, never committed."""
     tail, blocks = parts(cache)
     most = max(drafted.counts)
@@ -124,7 +125,7 @@ def _chain(head: PredictionHead, cache: LayerState, drafted: _Drafted) -> None:
         blocks.discard()
 
 
-def _each(heads: Sequence[PredictionHead], caches: Sequence[LayerState], drafted: _Drafted) -> None:
+def _each(heads: Sequence[DraftHead], caches: Sequence[LayerState], drafted: _Drafted) -> None:
     """Draft a token with each head, which first reads what the heads before it made of the tokens drafted so far."""
     handed_on: Tensor | None = None  # [R, n, E], of the n tokens that the head before has read
     for at, (head, cache) in enumerate(zip(heads, caches)):
@@ -139,7 +140,7 @@ def _each(heads: Sequence[PredictionHead], caches: Sequence[LayerState], drafted
         handed_on = head.handed_on(stream)
 
 
-def _run(head: PredictionHead, blocks: DelayedState, before: Tensor, drafted: _Drafted, step: Step) -> Tensor:
+def _run(head: DraftHead, blocks: DelayedState, before: Tensor, drafted: _Drafted, step: Step) -> Tensor:
     blocks.reserve(step)
     try:
         return head.stream(before, drafted.tokens, step, blocks)

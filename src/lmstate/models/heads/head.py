@@ -9,6 +9,8 @@ first k tokens of a row (`DelayedState`), and what was made of a row's last toke
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -25,9 +27,73 @@ from lmstate.state.layers.delayed import DelayedState
 from lmstate.state.layers.last_input import LastInputState
 
 
+class DraftHead(ABC):
+    """Blocks behind a model that say what comes after the next token, and a layer of their own in its state.
+
+    depth: which of several heads it is, counted from 1. taps: the numbers of blocks behind which it reads the model's
+    stream; none: behind them all.
+    """
+
+    depth: int
+    blocks: tuple[Block, ...]
+    norm: Norm
+    embed: Weight  # [V, E]
+    taps: tuple[int, ...]
+
+    @abstractmethod
+    def reads(self, stream: Tensor, norm: Norm, tapped: Sequence[Tensor]) -> Tensor:
+        """What the first head reads of each token, float32 `[R, T, E]`: of the stream behind the blocks `[R, T, E]` and
+        the model's last norm, or of the stream at the taps."""
+
+    @abstractmethod
+    def joined(self, before: Tensor, tokens: Tensor) -> Tensor:
+        """The stream in front of the blocks, of what was handed on `[R, T, E]` and the tokens after it `[R, T]`."""
+
+    @abstractmethod
+    def handed_on(self, stream: Tensor) -> Tensor:
+        """Hidden state for the next token, and for the next head: float32 `[R, T, E]`."""
+
+    @abstractmethod
+    def logits(self, stream: Tensor) -> Tensor:
+        """The stream behind the blocks `[..., E]` -> float32 logits `[..., V]`; the model's softcap is not applied."""
+
+    def new_state(self, layout: Layout) -> LayerState:
+        """Its layer state: the hidden state of each row's last token, and what its blocks remember."""
+        tail = LastInputState(layout, len(self.norm.weight), "hidden")
+        return CompositeState([tail, DelayedState(new_layers(self.blocks, [layout] * len(self.blocks)), self.depth)])
+
+    def stream(self, before: Tensor, tokens: Tensor, step: Step, blocks: DelayedState) -> Tensor:
+        """The stream behind the blocks, from what was handed on of the token before each: float32 `[R, T, E]` each.
+
+        tokens: int64 `[R, T]`, or more: those behind are not read. Zero at tokens that it has no entry for.
+        """
+        own, x = self._projected(before, tokens, step, blocks)
+        if own.width:
+            x = run_stack(self.blocks, x, own, blocks.members, blocks.whole)
+        return _behind(x[..., : len(self.norm.weight)], _skipped(step, own), step.width)
+
+    def remember(self, before: Tensor, tokens: Tensor, step: Step, blocks: DelayedState) -> None:
+        """As `stream`, where only what the blocks remember is wanted: the last feed-forward part does not run."""
+        own, x = self._projected(before, tokens, step, blocks)
+        if own.width:
+            run_stack(self._remembering, x, own, blocks.members, blocks.remembering)
+
+    @cached_property
+    def _remembering(self) -> tuple[Block, ...]:
+        """The blocks up to the last mixer."""
+        last = max((at for at, block in enumerate(self.blocks) if not isinstance(block.mixer, Identity)), default=0)
+        return (*self.blocks[:last], replace(self.blocks[last], mlp=None, output_hook=None))
+
+    def _projected(self, before: Tensor, tokens: Tensor, step: Step, blocks: DelayedState) -> tuple[Step, Tensor]:
+        """The step as the blocks see it, and the stream in front of them."""
+        own = blocks.step(step)
+        x = self.joined(before, tokens[:, : before.shape[1]])
+        return own, _without_first(x, _skipped(step, own), own.width)
+
+
 @dataclass(frozen=True, eq=False)
-class PredictionHead:
-    """Weights of one head; `depth` counts from 1.
+class PredictionHead(DraftHead):
+    """A head that came with its model.
 
     chained_norm: what is handed on from token to token and from head to head is normed, as what the model hands to the
     first head is; else it is the residual stream.
@@ -44,49 +110,20 @@ class PredictionHead:
     head_bias: Tensor | None = None
     chained_norm: bool = True
     hidden_first: bool = False  # the projection is over the hidden state and then the embedding
+    taps: tuple[int, ...] = ()
 
-    def new_state(self, layout: Layout) -> LayerState:
-        """Its layer state: the hidden state of each row's last token, and what its blocks remember."""
-        tail = LastInputState(layout, len(self.norm.weight), "hidden")
-        return CompositeState([tail, DelayedState(new_layers(self.blocks, [layout] * len(self.blocks)), self.depth)])
+    def reads(self, stream: Tensor, norm: Norm, tapped: Sequence[Tensor]) -> Tensor:
+        return ops.norm(stream, norm) if self.chained_norm else stream
 
-    def stream(self, before: Tensor, tokens: Tensor, step: Step, blocks: DelayedState) -> Tensor:
-        """The stream behind the blocks, from what was handed on of the token before each: float32 `[R, T, E]` each.
-
-        tokens: int64 `[R, T]`, or more: those behind are not read. Zero at tokens that it has no entry for.
-        """
-        own, x = self._projected(before, tokens, step, blocks)
-        if own.width:
-            x = run_stack(self.blocks, x, own, blocks.members, blocks.whole)
-        return _behind(x, _skipped(step, own), step.width)
-
-    def remember(self, before: Tensor, tokens: Tensor, step: Step, blocks: DelayedState) -> None:
-        """As `stream`, where only what the blocks remember is wanted: the last feed-forward part does not run."""
-        own, x = self._projected(before, tokens, step, blocks)
-        if own.width:
-            run_stack(self._remembering, x, own, blocks.members, blocks.remembering)
-
-    @cached_property
-    def _remembering(self) -> tuple[Block, ...]:
-        """The blocks up to the last mixer."""
-        last = max((at for at, block in enumerate(self.blocks) if not isinstance(block.mixer, Identity)), default=0)
-        return (*self.blocks[:last], replace(self.blocks[last], mlp=None, output_hook=None))
-
-    def _projected(self, before: Tensor, tokens: Tensor, step: Step, blocks: DelayedState) -> tuple[Step, Tensor]:
-        """The step as the blocks see it, and the stream in front of them."""
-        tokens = tokens[:, : before.shape[1]]
+    def joined(self, before: Tensor, tokens: Tensor) -> Tensor:
         embedded, before = ops.norm(self.embed.rows(tokens), self.embed_norm), ops.norm(before, self.hidden_norm)
         pair = (before, embedded) if self.hidden_first else (embedded, before)
-        own = blocks.step(step)
-        x = ops.linear(torch.cat(pair, dim=-1), self.project)
-        return own, _without_first(x, _skipped(step, own), own.width)
+        return ops.linear(torch.cat(pair, dim=-1), self.project)
 
     def handed_on(self, stream: Tensor) -> Tensor:
-        """Hidden state for the next token, and for the next head: float32 `[R, T, E]`."""
         return ops.norm(stream, self.norm) if self.chained_norm else stream
 
     def logits(self, stream: Tensor) -> Tensor:
-        """The stream behind the blocks `[..., E]` -> float32 logits `[..., V]`; the model's softcap is not applied."""
         return ops.linear(stream, self.head, self.head_bias, norm=self.norm)
 
 
