@@ -200,7 +200,7 @@ def load_drafter(name: str, device: str | None = None) -> str | Model:
 
 
 def published_head(draft: str) -> Literal[False] | Path:
-    """Where the head lies that `--draft` names; False where it names none."""
+    """The folder of the head that `--draft` names; False where it names none."""
     from lmstate.checkpoints.hub import resolve
     from lmstate.models.heads.published import is_eagle3
 

@@ -42,7 +42,7 @@ class DraftHead(ABC):
 
     @abstractmethod
     def reads(self, stream: Tensor, norm: Norm, tapped: Sequence[Tensor]) -> Tensor:
-        """What the first head reads of each token, float32 `[R, T, E]`: of the stream behind the blocks `[R, T, E]` and
+        """The input of the first head for each token, float32 `[R, T, E]`: of the stream behind the blocks `[R, T, E]` and
         the model's last norm, or of the stream at the taps."""
 
     @abstractmethod
