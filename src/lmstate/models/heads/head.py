@@ -42,8 +42,10 @@ class DraftHead(ABC):
 
     @abstractmethod
     def reads(self, stream: Tensor, norm: Norm, tapped: Sequence[Tensor]) -> Tensor:
-        """The input of the first head for each token, float32 `[R, T, E]`: of the stream behind the blocks `[R, T, E]` and
-        the model's last norm, or of the stream at the taps."""
+        """The input of the first head for each token, float32 `[R, T, E]`.
+
+        It is made of the stream behind the blocks `[R, T, E]` and the model's last norm, or of the stream at the taps.
+        """
 
     @abstractmethod
     def joined(self, before: Tensor, tokens: Tensor) -> Tensor:
