@@ -164,7 +164,7 @@ def test_a_model_describes_itself_in_few_lines(case: str) -> None:
     model = ours(case)
     shown = repr(model)
     assert len(shown) < 500 and model.config.family in shown
-    for what in (f"layers: {len(model.blocks)}", "attention", "parameters", "float32", "512 positions"):
+    for what in (f"layers: {len(model.blocks)}", "attention", "parameters", "float32", "made for 512 tokens"):
         assert what in shown
 
 

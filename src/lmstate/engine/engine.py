@@ -101,7 +101,7 @@ class Engine:
             raise ValueError(f"unknown durable={durable!r}; expected 'turn' or 'none'")
         pace = Pace.bounded(max_itl, stall)
         memory, store_bytes = as_bytes(memory), as_bytes(store_bytes)
-        self._cost = RowCost.of(model, lambda rows, capacity: model.new_state(rows=rows, capacity=capacity, kv=kv))
+        self._cost = RowCost.of(model, lambda: model.new_state(kv=kv))
         self._cost.refuse_too_little(memory)
         drafting = Drafting(draft, model, rows, memory, model.new_state(kv=kv))
         self.model = model

@@ -26,11 +26,11 @@ class RowCost:
     per_token: float
 
     @staticmethod
-    def of(model: Model, new_state: Callable[[int, int], State]) -> RowCost:
-        """Of a model's states; `new_state(rows, capacity)`."""
+    def of(model: Model, new_state: Callable[[], State]) -> RowCost:
+        """Of a model's states; `new_state` makes one of one row."""
 
         def reserved(tokens: int) -> int:
-            state = new_state(1, tokens)
+            state = new_state()
             state.plan([[0] * tokens])
             return nbytes(state) + sum(layer.nbytes_to_come() for layer in state.layers)
 

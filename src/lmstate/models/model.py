@@ -143,7 +143,7 @@ class Model:
             if value is not None and value < least:
                 raise StateError(f"new_state({name}={value}) was asked for; {name} is at least {least}")
         made_for = max(self.context_size or 0, self.config.max_positions or 0)
-        if capacity is not None and made_for and capacity > made_for:
+        if capacity is not None and 0 < made_for < capacity and not self.dynamic_ropes:
             warnings.warn(
                 f"new_state(capacity={capacity}) was asked for, and the model was made for {made_for} tokens: "
                 "answers to longer texts may be nonsense; lmstate.load(..., context_size=...) stretches its positions",
