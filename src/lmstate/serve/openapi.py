@@ -68,7 +68,7 @@ def document(paths: Sequence[Path]) -> dict[str, Any]:
         operation: dict[str, Any] = {
             "summary": one.summary,
             "tags": [next((tag for start, tag in TAGS.items() if path.startswith(start)), "Server")],
-            "operationId": f"{one.method.lower()}{re.sub(r'[^a-z]+', '_', path.lower())}".rstrip("_"),
+            "operationId": f"{one.method.lower()}{re.sub(r'[^a-z0-9]+', '_', path.lower())}".rstrip("_"),
             "responses": {
                 "200": {"description": "The answer; events if a stream was asked for."},
                 "4XX": {"description": "What was wrong with the request, in the protocol's own error object."},
