@@ -24,6 +24,11 @@ class LanguageModel(Protocol):
         ...
 
     @property
+    def start_id(self) -> int | None:
+        """The token that every answer to a source begins with; None for a model without an encoder."""
+        ...
+
+    @property
     def config(self) -> Any:
         """`vocab_size` is read from it."""
         ...

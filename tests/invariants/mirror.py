@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -17,21 +17,37 @@ import lmstate
 from lmstate.models.block import Block
 from lmstate.ops.types import block_table
 from lmstate.state import LayerState, Step
+from tests.zoo import text
 
+Source = tuple[int, ...] | None
 BOUND = 1e-4
 PROBE = [7, 3]
 
 
 class Mirror:
+    """Where the model has an encoder, each row that has no source is given another one before it is given tokens."""
+
     def __init__(self, model: lmstate.Model, rows: int = 1, **options: Any) -> None:
         self.model = model
         self.state = model.new_state(rows, **options)
         self.rows: list[list[int]] = [[] for _ in range(rows)]
-        self._known: dict[tuple[int, ...], Tensor] = {}
+        self.sources: list[Source] = [None] * rows
+        self._conditioned = 0
+        self._known: dict[tuple[Source, tuple[int, ...]], Tensor] = {}
 
     # ---- the same to both
 
+    def condition(self) -> None:
+        """Give the rows that have no source one."""
+        for row, source in enumerate(self.sources):
+            if source is None and self.model.encoder is not None and row not in self.state.removed:
+                length = (5, 40, 1, 70)[self._conditioned % 4]
+                self.sources[row] = tuple(text(length, seed=900 + self._conditioned)[0].tolist())
+                self.state.condition(row, self.sources[row])
+                self._conditioned += 1
+
     def extend(self, ids: Sequence[Sequence[int]], logits: str = "last") -> None:
+        self.condition()
         got = self.model([list(row) for row in ids], self.state, logits=logits)
         for row, new in zip(self.rows, ids):
             row += new
@@ -40,19 +56,20 @@ class Mirror:
                 assert got is None
             elif logits == "last":
                 if row:
-                    close(got[index], self.expected(row)[-1])
+                    close(got[index], self.expected(row, index)[-1])
                 else:
                     assert got[index].isnan().all(), "a row without tokens has no logits"
             elif new:
-                close(got[index, : len(new)], self.expected(row)[-len(new) :])
+                close(got[index, : len(new)], self.expected(row, index)[-len(new) :])
 
     def draft(self, ids: Sequence[Sequence[int]], accept: Sequence[int]) -> None:
+        self.condition()
         got = self.model([list(row) for row in ids], self.state, logits="all", commit=False)
         assert self.state.pending == [len(row) for row in ids]
         assert self.state.lengths == [len(row) for row in self.rows]
         for index, (row, new) in enumerate(zip(self.rows, ids)):
             if new:
-                close(got[index, : len(new)], self.expected(row + list(new))[-len(new) :])
+                close(got[index, : len(new)], self.expected(row + list(new), index)[-len(new) :])
         self.state.commit(list(accept))
         for row, new, n in zip(self.rows, ids, accept):
             row += new[:n]
@@ -64,10 +81,12 @@ class Mirror:
     def select(self, rows: Sequence[int | None]) -> None:
         self.state.select(rows)
         self.rows = [[] if row is None else list(self.rows[row]) for row in rows]
+        self.sources = [None if row is None else self.sources[row] for row in rows]
 
     def restore(self, row: int, snapshot: lmstate.Snapshot, tokens: list[int]) -> None:
         self.state.restore(row, snapshot)
         self.rows[row] = list(tokens)
+        self.sources[row] = snapshot.source
 
     # ---- what must hold
 
@@ -79,19 +98,32 @@ class Mirror:
         assert state.pending == [0] * state.rows
         if self.model.device.type == "cpu":  # elsewhere blocks lie in slabs, which have room for more
             assert sum(state.memory().values()) == bytes_held(state)
+        assert [state.source(row) for row in range(state.rows)] == [each and list(each) for each in self.sources]
         if not probe:
             return
+        self.condition()
         probed = self.model([PROBE] * state.rows, state, logits="all", commit=False)
         state.discard()
         for index, row in enumerate(self.rows):
-            close(probed[index], self.expected(row + PROBE)[-len(PROBE) :])
+            close(probed[index], self.expected(row + PROBE, index)[-len(PROBE) :])
 
-    def expected(self, ids: Sequence[int]) -> Tensor:
-        """float32 [len(ids), V]: the plain forward over the whole row."""
-        key = tuple(ids)
+    def expected(self, ids: Sequence[int], row: int = 0) -> Tensor:
+        """float32 [len(ids), V]: the plain forward over the whole row, which reads the source of this one."""
+        source = self.sources[row]
+        key = source, tuple(ids)
         if key not in self._known:
-            self._known[key] = self.model([list(ids)])[0]
+            self._known[key] = whole(self.model, ids, source)
         return self._known[key]
+
+
+def whole(model: lmstate.Model, ids: Sequence[int], source: Sequence[int] | None = None) -> Tensor:
+    """float32 [len(ids), V]: a forward over all of a text at once."""
+    if source is None:
+        return model([list(ids)])[0]
+    state = model.new_state(1)
+    state.layout = replace(state.layout, chunk=max(1, len(ids)))
+    state.condition(0, source)
+    return model([list(ids)], state, logits="all")[0]
 
 
 def close(got: Tensor, expected: Tensor) -> None:

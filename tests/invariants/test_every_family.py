@@ -7,15 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.invariants.mirror import BOUND, Fault, Mirror, close, failing_layer, failing_method
+from tests.invariants.mirror import BOUND, Fault, Mirror, close, failing_layer, failing_method, whole
 from tests.sweeps import sampled
-from tests.zoo import CASES, SAMPLE, VOCAB, ours, text
+from tests.zoo import CASES, ENCODERS, SAMPLE, VOCAB, conditioned, ours, text
 
 # Steps of one token, of a convolution's and of small windows' size and one more, of a chunk and one more.
 STEPS = st.sampled_from([1, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 32, 33, 64, 65])
 few = settings(max_examples=4, deadline=None, derandomize=True)
-every_family = pytest.mark.parametrize("case", CASES)
-many_families = pytest.mark.parametrize("case", sampled(list(CASES), SAMPLE))
+every_family = pytest.mark.parametrize("case", [*CASES, *ENCODERS])
+many_families = pytest.mark.parametrize("case", sampled([*CASES, *ENCODERS], (*SAMPLE, "bart", "mbart")))
 
 
 def ids(length: int, seed: int = 0) -> list[int]:
@@ -45,13 +45,14 @@ def test_ragged_batch_equals_each_row_alone(case: str, steps: list[tuple[int, ..
 @every_family
 def test_chunks_inside_one_call_equal_whole(case: str) -> None:
     model = ours(case)
-    state = model.new_state(2)
+    state = conditioned(model, model.new_state(2))
     state.layout = type(state.layout)(**{**vars(state.layout), "chunk": 16})
     rows = [ids(70), ids(35, seed=1)]
     got = model(rows, state, logits="all")
     for row, tokens in enumerate(rows):
-        close(got[row, : len(tokens)], model([tokens])[0])
-    close(model([[5], [5]], state), torch.stack([model([[*tokens, 5]])[0, -1] for tokens in rows]))
+        close(got[row, : len(tokens)], whole(model, tokens, state.source(row)))
+    after = [whole(model, [*tokens, 5], state.source(row))[-1] for row, tokens in enumerate(rows)]
+    close(model([[5], [5]], state), torch.stack(after))
 
 
 @many_families

@@ -40,6 +40,7 @@ KINDS = {
     "lightning": "minimax",
     "matrix memory": "xlstm",
     "averages a channel": "rwkv",
+    "a source": "mbart",
 }
 STRETCHED = {"window under a stretched rope": "mistral", "parallel under a stretched rope": "falcon_h1"}
 OPERATIONS = 30
@@ -143,7 +144,7 @@ class Run:
         mirror.state.remove(row)
         snapshot, tokens = (None, []) if empty or self.kept is None else self.kept
         assert mirror.state.add(snapshot) == row
-        mirror.rows[row] = list(tokens)
+        mirror.rows[row], mirror.sources[row] = list(tokens), None if snapshot is None else snapshot.source
         mirror.state.commit()
         for own, ids in zip(mirror.rows, new):
             own += ids
@@ -156,6 +157,7 @@ class Run:
         mirror.model(new, mirror.state, commit=False)
         assert mirror.state.add(snapshot) == 3
         mirror.rows.append(list(mirror.rows[row]))
+        mirror.sources.append(mirror.sources[row])
         mirror.state.commit()
         for own, ids in zip(mirror.rows, new):
             own += ids
@@ -164,6 +166,7 @@ class Run:
         mirror.state.remove(3)
         mirror.state.select([0, 1, 2])
         mirror.rows.pop()
+        mirror.sources.pop()
 
     def fail(self, widths: list[int], where: float, after: bool) -> None:
         mirror = self.mirror
@@ -224,6 +227,7 @@ def check_interleavings(model: lmstate.Model, count: int) -> None:
     def interleave(operations: list[tuple], rewind: int) -> None:
         run = Run(model, rewind)
         for turn, (name, *arguments) in enumerate(operations):
+            run.mirror.condition()
             getattr(run, name)(*arguments)
             for row, tokens in enumerate(run.mirror.rows):
                 if len(tokens) > MOST:

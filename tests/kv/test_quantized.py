@@ -46,7 +46,7 @@ class Coded(Mirror):
         super().__init__(ours(case), rows, kv=kv.Quantized(bits), rewind=rewind)
         self.bits = bits
 
-    def expected(self, ids: Sequence[int]) -> Tensor:
+    def expected(self, ids: Sequence[int], row: int = 0) -> Tensor:
         key = tuple(ids)
         if key not in self._known:
             state = self.model.new_state(kv=kv.Quantized(self.bits))

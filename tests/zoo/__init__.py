@@ -39,6 +39,7 @@ Make = Callable[[], Any]
 CASES: dict[str, Make] = {}
 for kind in KINDS:
     CASES.update(import_module(f"tests.zoo.{kind}").CASES)
+ENCODERS: dict[str, Make] = import_module("tests.zoo.encoders").CASES  # whose tokens read a source
 TEXT_PARTS = import_module("tests.zoo.text_parts").CASES  # the layers of other cases, in wrappers
 
 # What the suite runs where only the soak runs all: a case of each family, and its variants that keep another state.
@@ -53,6 +54,8 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> None:
     """Weights large enough that every part of the model shows in its logits, and none the same as another."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue  # sinusoids, which files leave out
         noise = torch.randn(parameter.shape, generator=generator)
         if any(part in name for part in ("A_log", "dt_bias", "dt_proj.bias", "recurrent_param", "time_")):
             if "dt_bias" in name and bool((parameter == 1).all()):
@@ -79,6 +82,8 @@ def auto(config: Any) -> Any:
     """The class of `transformers` that makes a model with a head for a config: of a text, or of images too."""
     import transformers
 
+    if config.is_encoder_decoder:
+        return transformers.AutoModelForSeq2SeqLM
     tables = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
     for table in tables:
         if type(config) in table._model_mapping:
@@ -92,7 +97,7 @@ def auto(config: Any) -> Any:
 @lru_cache(maxsize=4)
 def pair(case: str) -> tuple[Any, lmstate.Model]:
     """The `transformers` model in float32 and the same weights in lmstate, through a saved directory."""
-    config = CASES[case]()
+    config = (CASES | ENCODERS)[case]()
     torch.manual_seed(0)
     theirs = auto(config).from_config(config, dtype=torch.float32).eval()
     randomize(theirs)
@@ -105,6 +110,13 @@ def pair(case: str) -> tuple[Any, lmstate.Model]:
 @cache
 def ours(case: str) -> lmstate.Model:
     return pair(case)[1]
+
+
+def conditioned(model: lmstate.Model, state: lmstate.State) -> lmstate.State:
+    """The state, each of its rows with a source of another length, where the model has an encoder."""
+    for row in range(state.rows if model.encoder is not None else 0):
+        state.condition(row, text(9 + 31 * row, seed=99 + row)[0].tolist())
+    return state
 
 
 def text(length: int, rows: int = 1, seed: int = 0) -> torch.Tensor:

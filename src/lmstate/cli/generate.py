@@ -41,6 +41,10 @@ def generate(
     prompt_file: Annotated[
         Path | None, typer.Option("--prompt-file", "-f", metavar="FILE", help="The prompt is what is in this file.")
     ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option("--source", metavar="TEXT", help="What a model with an encoder reads: a text to translate, say."),
+    ] = None,
     max_tokens: options.MaxTokens = 256,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
@@ -99,16 +103,19 @@ def generate(
       git diff | lmstate generate smollm2 --system "Summarize this change." > summary.txt
       lmstate generate smollm2 --raw -f book.txt -n 0 --save-state book.lmstate
       lmstate generate smollm2 --state book.lmstate "In one sentence, the book says" --json
+      lmstate generate opus-mt-en-de/ --source "The cat sleeps."
     """
     # Importing torch takes seconds: mistakes are told before, wherever they can be.
     options.refuse_unknown(model, threads, draft)
     bias = options.logit_bias(logit_bias)
-    text = as_text(_prompt(prompt, prompt_file, optional=state is not None), "the prompt")
+    text = as_text(_prompt(prompt, prompt_file, optional=state is not None or source is not None), "the prompt")
     system = None if system is None else as_text(system, "--system")
     if chat is False and system is not None:
         raise typer.BadParameter("--system needs the chat template; it does not go with --raw")
     if state is not None and system is not None:
         raise typer.BadParameter("--system begins a conversation; it does not go with --state")
+    if source is not None and (state is not None or system is not None or chat):
+        raise typer.BadParameter("--source begins an answer; it does not go with --state, --system or --chat")
     if state is not None:
         state.stat()  # before a model is loaded for nothing
     if save_state is not None and save_state.is_dir():
@@ -122,6 +129,7 @@ def generate(
     from lmstate.cli.chat.branches import with_messages
     from lmstate.cli.progress import warn_of_length
     from lmstate.generation import Generation, SamplingParams
+    from lmstate.generation.prompts import with_source
 
     limits: dict[str, Any] = {
         "max_new_tokens": max_tokens,
@@ -141,7 +149,13 @@ def generate(
     kv = options.kv_storage(kv_bits)
     loaded = options.load_model(model, weights, threads, adapter, draft, device, activations, ctx_size)
     empty = loaded.new_state(rows=1, kv=kv)
-    request = _begin(loaded, empty, text, chat, system) if state is None else _go_on(loaded, empty, state, text, chat)
+    if source is not None:
+        _, (ids,), _ = with_source(loaded, as_text(source, "--source"), text or None, empty)
+        request = GenerateRequest(empty, ids, None)
+    elif state is None:
+        request = _begin(loaded, empty, text, chat, system)
+    else:
+        request = _go_on(loaded, empty, state, text, chat)
     held = request.state.lengths[0]
     warn_of_length(loaded, held, held + len(request.ids))
     generation = Generation(

@@ -33,7 +33,7 @@ from lmstate.engine.reuse import PrefixReuse
 from lmstate.engine.scheduler import Scheduler
 from lmstate.engine.session import KeyedAnswer, Record, Session, check_name
 from lmstate.engine.tiers import Tier, open_tier
-from lmstate.errors import SnapshotError
+from lmstate.errors import SnapshotError, UnsupportedError
 from lmstate.generation.params import SamplingParams, sampling_params
 from lmstate.generation.thinking import ThinkingFormat
 from lmstate.speculation import DraftChoice, DraftReport
@@ -99,11 +99,17 @@ class Engine:
             raise ValueError(f"rows={rows}, queue={queue} were asked for; both are at least 1")
         if durable not in ("turn", "none"):
             raise ValueError(f"unknown durable={durable!r}; expected 'turn' or 'none'")
+        state = model.new_state(kv=kv)
+        if state.conditioned:
+            raise UnsupportedError(
+                f"an Engine was asked for with a {model.config.family} model, whose tokens read a source, and an "
+                "engine has no sources yet: use model.generate(source=...)"
+            )
         pace = Pace.bounded(max_itl, stall)
         memory, store_bytes = as_bytes(memory), as_bytes(store_bytes)
         self._cost = RowCost.of(model, lambda: model.new_state(kv=kv))
         self._cost.refuse_too_little(memory)
-        drafting = Drafting(draft, model, rows, memory, model.new_state(kv=kv))
+        drafting = Drafting(draft, model, rows, memory, state)
         self.model = model
         self.rows = rows
         self._kv = kv

@@ -24,7 +24,7 @@ import torch
 from lmstate.errors import CapacityError, PendingError
 from lmstate.generation.logprobs import TokenLogprob
 from lmstate.generation.params import sampling_params
-from lmstate.generation.prompts import Prompt, as_token_lists
+from lmstate.generation.prompts import Prompt, as_token_lists, with_source
 from lmstate.generation.report import Report, RowPiece
 from lmstate.generation.row import AnswerRow, most_likely
 from lmstate.generation.sampling import Sampler
@@ -285,10 +285,11 @@ class Generation:
 
 def generate(
     model: LanguageModel,
-    prompt: Prompt,
+    prompt: Prompt | None = None,
     state: State | None = None,
     params: Sampler | None = None,
     *,
+    source: Prompt | None = None,
     draft: DraftChoice = "auto",
     return_ids: bool = False,
     **changes: Any,
@@ -300,6 +301,8 @@ def generate(
     params          a `lmstate.SamplingParams`. Its fields can be given by name too, and count before it:
                     `generate(prompt, max_new_tokens=20, temperature=0.7)`. With one `seed` a row gives the same text
                     whatever the other rows are
+    source          of a model with an encoder, what it reads: a text or token ids, or one of these for each row. The
+                    rows of a state must be empty. `prompt` is then what the answer begins with, and may be left out
     draft           who proposes tokens that the model verifies several at a step: "text" (what the text itself said
                     before), "heads" (the model's own, of one loaded with heads=True), a smaller model, a
                     `lmstate.speculation.Drafter`, or None; "auto" is the text, and the heads where there are some. The
@@ -314,7 +317,10 @@ def generate(
     """
     if not return_ids and not model.has_tokenizer:
         raise ValueError("the model has no tokenizer, so there is no text to return: ask for ids with return_ids=True")
-    prompts, single = as_token_lists(model.tokenizer if model.has_tokenizer else None, prompt, state)
+    if source is not None:
+        state, prompts, single = with_source(model, source, prompt, state)
+    else:
+        prompts, single = as_token_lists(model.tokenizer if model.has_tokenizer else None, prompt, state)
     generation = Generation(model, prompts, state, params, draft=draft, **changes)
     for _ in generation:
         pass

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
-from lmstate.errors import StateError
+from lmstate.errors import StateError, UnsupportedError
 from lmstate.state.validate import token_ids
 
 if TYPE_CHECKING:
+    from lmstate.language_model import LanguageModel
     from lmstate.state import State
     from lmstate.text.tokenizer import Tokenizer
 
@@ -19,11 +20,13 @@ SinglePrompt: TypeAlias = "str | Sequence[int] | Tensor"
 Prompt: TypeAlias = "SinglePrompt | Sequence[SinglePrompt]"
 
 
-def as_token_lists(tokenizer: Tokenizer | None, prompt: Prompt, state: State | None) -> tuple[list[list[int]], bool]:
+def as_token_lists(
+    tokenizer: Tokenizer | None, prompt: Prompt | None, state: State | None, *, begun: bool = False
+) -> tuple[list[list[int]], bool]:
     """(one list of ids per row, whether `prompt` was a single one).
 
     A text or a list of ids is a single prompt; a list of texts or of lists is a batch. Text that continues a row of
-    `state` gets no begin token.
+    `state` gets no begin token, and no text gets one where the rows have `begun`.
     """
     if state is not None and not hasattr(state, "rows"):
         raise StateError(f"state is {state!r:.80}; give what model.new_state made, or None for a fresh one")
@@ -44,7 +47,7 @@ def as_token_lists(tokenizer: Tokenizer | None, prompt: Prompt, state: State | N
         if isinstance(one, str):
             if tokenizer is None:
                 raise ValueError("a prompt is a text, and the model has no tokenizer: give token ids")
-            fresh = state is None or row >= state.rows or not state.lengths[row]
+            fresh = not begun and (state is None or row >= state.rows or not state.lengths[row])
             rows.append(tokenizer.encode(one, add_special_tokens=fresh))
         elif _are_ids(one):
             rows.append(token_ids(one, f"prompt {row}"))
@@ -55,6 +58,31 @@ def as_token_lists(tokenizer: Tokenizer | None, prompt: Prompt, state: State | N
                 + chat
             )
     return rows, single
+
+
+def with_source(
+    model: LanguageModel, source: Prompt, prompt: Prompt | None, state: State | None
+) -> tuple[State, list[list[int]], bool]:
+    """A state whose rows are conditioned on their sources, the prompt of each row, and whether there is a single one.
+
+    A prompt is what the answer begins with, behind the model's own first token; None: nothing. Raises
+    `UnsupportedError` for a model without an encoder.
+    """
+    tokenizer = model.tokenizer if model.has_tokenizer else None
+    if model.start_id is None:
+        raise UnsupportedError("a source was given, and the model has no encoder: put its text in the prompt")
+    sources, single = as_token_lists(tokenizer, source, None)
+    state = model.new_state(rows=len(sources)) if state is None else state
+    if len(sources) != state.rows:
+        raise ValueError(f"{len(sources)} source(s) for a state of {state.rows} row(s): give one for every row")
+    begins: list[list[int]] = [[] for _ in sources]
+    if prompt is not None:
+        begins, _ = as_token_lists(tokenizer, prompt, state, begun=True)
+    if len(begins) != len(sources):
+        raise ValueError(f"{len(begins)} prompt(s) for {len(sources)} source(s): give as many, or none")
+    for row, ids in enumerate(sources):
+        state.condition(row, ids)
+    return state, [[model.start_id, *ids] for ids in begins], single
 
 
 def _are_ids(value: Any) -> bool:

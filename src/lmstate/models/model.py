@@ -19,10 +19,12 @@ from lmstate.models.block import Block, new_layers
 from lmstate.models.compiled import STATIC_CHUNK, check_static, device_logits, mark_static, traceable
 from lmstate.models.config import ModelConfig
 from lmstate.models.describe import describe
+from lmstate.models.encoder import Encoder
 from lmstate.models.fingerprint import fingerprint
 from lmstate.models.forward import Forward, Head, Keep, Run
 from lmstate.models.heads.ahead import draft_ahead, read
 from lmstate.models.heads.head import DraftHead
+from lmstate.models.layers.cross_attention import CrossAttention
 from lmstate.models.layers.embedding import EmbeddingHook, LearnedPositions, OutputHook
 from lmstate.models.layers.rope import Rope
 from lmstate.models.stack import run_eager, run_stack, run_tapped
@@ -71,6 +73,7 @@ class Model:
     entry: EmbeddingHook | None = None
     exit: OutputHook | None = None
     heads: tuple[DraftHead, ...] = ()  # that draft; a state has a layer for each behind the blocks'
+    encoder: Encoder | None = None  # of the source that the tokens read, see `State.condition`
     dtype: torch.dtype = torch.float32  # of stored keys and values, and of large matrix products
     context_size: int | None = None  # tokens that a text may have: what it was made for, unless `load` says otherwise
     name: str = ""
@@ -106,10 +109,16 @@ class Model:
         return self._tokenizer
 
     @property
+    def start_id(self) -> int | None:
+        """The token that every answer to a source begins with; None for a model without an encoder."""
+        return None if self.encoder is None else self.encoder.start_id
+
+    @property
     def parts(self) -> tuple[Any, ...]:
         """Modules that hold weights."""
         whole = self.embed, self.blocks, self.norm, self.head, self.head_bias, self.entry, self.exit
-        return (*whole, self.heads) if self.heads else whole
+        more = (self.heads, self.encoder) if self.encoder is not None else (self.heads,) if self.heads else ()
+        return *whole, *more
 
     @property
     def fingerprint(self) -> str:
@@ -188,6 +197,7 @@ class Model:
             vocab_size=self.config.vocab_size,
             fingerprint=lambda: self.fingerprint,
             user=weakref.ref(self),
+            encode=None if self.encoder is None else lambda source: self.encoded(source),
             frequency_key=lambda length: self.frequency_key(length),
         )
 
@@ -252,8 +262,8 @@ class Model:
         the row's last token. With `commit=False`; the logits are of all nodes, and `state.commit_path` is the verdict.
         rewindable=False: to go back into these tokens costs computing them again, inside the state's rewind window too:
         recurrent layers read them in one go, without a stop for a checkpoint. With `commit=False` it changes nothing.
-        Without a state: the plain forward over whole sequences. Raises `StateError` on bad tokens and on the state of
-        another model, `CapacityError`, `PendingError`; no error changes the state.
+        Without a state: the plain forward over whole sequences, of a model without an encoder. Raises `StateError` on
+        bad tokens and on the state of another model, `CapacityError`, `PendingError`; no error changes the state.
         """
         if logits not in (None, "last", "all", "none"):
             raise StateError(f'logits={logits!r} was asked for; there are "last", "all" and "none"')
@@ -360,6 +370,11 @@ class Model:
         """The transaction of a call; without a head, what it gives is not logits but hidden states."""
         ids, commit = token_rows(tokens, self.config.vocab_size), flag(commit, "commit")
         if state is None:
+            if self.encoder is not None:
+                raise StateError(
+                    "the tokens of this model read a source: make a state with new_state, give each row its source "
+                    "with state.condition(row, source), and call the model with that state"
+                )
             # Whole sequences are one step of a state that nobody keeps; in one part, so that gradients can follow.
             width = max(map(len, ids), default=0)
             width = max(width, 1)
@@ -455,6 +470,13 @@ class Model:
         """Have the heads read a step, where the state has layers of theirs: `stream` `[R, T, E]` behind the blocks."""
         if caches := layers[len(self.blocks) :]:
             read(self.heads, self.norm, stream, tokens, step, caches, tapped)
+
+    def encoded(self, source: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Of a source's ids, the keys and values `[K, S, D]` that each block attends to; empty for the other blocks."""
+        assert self.encoder is not None, "a model without an encoder has no sources"
+        encoding = self.encoder(source)
+        mixers = [block.mixer for block in self.blocks]
+        return [mixer.keys_values(encoding) if isinstance(mixer, CrossAttention) else {} for mixer in mixers]
 
     def embedded(self, tokens: Tensor, step: Step) -> Tensor:
         """The stream in front of the first block: tokens int64 `[R, T]` -> float32 `[R, T, E]`."""

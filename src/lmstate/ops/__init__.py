@@ -9,6 +9,7 @@ shapes, dtypes and layouts before it calls C, which trusts its pointers.
 
 from lmstate.ops import fork as _fork  # noqa: F401 - registers what a forked child does
 from lmstate.ops.attention.attend import attend, rotate_attend
+from lmstate.ops.attention.attend_whole import attend_whole
 from lmstate.ops.attention.kv_store import append
 from lmstate.ops.attention.rope import rope
 from lmstate.ops.dense.activations import ACTIVATIONS, activation, glu, in_double, sigmoid
@@ -84,6 +85,7 @@ __all__ = [
     "append",
     "argmax",
     "attend",
+    "attend_whole",
     "candidates",
     "choose_experts",
     "feed_forward",

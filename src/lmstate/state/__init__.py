@@ -6,6 +6,7 @@ from lmstate.state.kv.factory import attention_state, indexed_latent_state, keep
 from lmstate.state.layers.attention import AttentionState, KeyValueState
 from lmstate.state.layers.base import LayerState, Layout
 from lmstate.state.layers.composite import CompositeState
+from lmstate.state.layers.cross import CrossState
 from lmstate.state.layers.latent import IndexKeys, LatentState
 from lmstate.state.layers.recurrent import RecurrentState
 from lmstate.state.layers.shared_kv import SharedState
@@ -18,6 +19,7 @@ __all__ = [
     "AttentionState",
     "BlockPool",
     "CompositeState",
+    "CrossState",
     "EvictingLatentState",
     "IndexKeys",
     "KeyValueState",

@@ -33,7 +33,7 @@ def rewind_layers(layers: Sequence[LayerState], row: int, own: Row, to: int, cha
         if mark is not None and layer.lossy:
             layer.restore(row, base, mark.layers[index], changes)
         elif base == 0:
-            layer.restore(row, 0, {}, changes)
+            layer.forget_tokens(row, changes)
         else:
             layer.rewind(row, own.cached, base, changes)
     return own._replace(cached=base)

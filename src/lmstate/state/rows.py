@@ -39,6 +39,7 @@ class Row(NamedTuple):
     expected: int = 0  # tokens that the text will have at least: keys are rotated as in one of so many
     logits: Tensor | None = None  # [V] after the last token, as a text of this length, or the expected one, has them
     marks: tuple[Mark, ...] = ()
+    source: tuple[int, ...] | None = None  # the ids that it is conditioned on
     removed: bool = False  # its number is free for the next one that is added
 
     @staticmethod

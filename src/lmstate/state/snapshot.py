@@ -34,6 +34,7 @@ class Snapshot:
     the first call after a restore. `frequency_key` tells which frequencies rotated the keys, see `State`. `logits`
     (float32 `[V]`) are those after the last token, None if they are not known. `fingerprint` names the model: words of
     the form name=value, of its config and of a sample of its weights. `notes` is text of the application that made it.
+    `source`: the ids that the row is conditioned on, of a model with an encoder; their keys and values are in `layers`.
     """
 
     tokens: tuple[int, ...]
@@ -43,6 +44,7 @@ class Snapshot:
     layers: tuple[Mapping[str, Tensor], ...]
     fingerprint: str
     notes: str = ""
+    source: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:
         family = next((word[7:] for word in str(self.fingerprint).split() if word.startswith("family=")), "unknown")
@@ -63,12 +65,14 @@ class Snapshot:
         """Write it to one safetensors file, whole or not at all. Raises `OSError` where the file cannot be written.
 
         Layout: metadata `format`, `version`, `fingerprint`, `cached`, `frequency_key`, `layers`, `notes`, `checksums`;
-        tensors `tokens` int64 `[length]`, `logits` float32 `[V]` if known, and `layers.{index}.{name}` for the content
-        of each layer.
+        tensors `tokens` int64 `[length]`, `logits` float32 `[V]` if known, `source` int64 if there is one, and
+        `layers.{index}.{name}` for the content of each layer.
         """
         tensors = {"tokens": torch.tensor(self.tokens, dtype=torch.int64)}
         if self.logits is not None:
             tensors["logits"] = self.logits
+        if self.source is not None:
+            tensors["source"] = torch.tensor(self.source, dtype=torch.int64)
         for index, layer in enumerate(self.layers):
             tensors.update({f"layers.{index}.{name}": tensor for name, tensor in layer.items()})
         metadata = {
@@ -92,14 +96,15 @@ class Snapshot:
         """
         path = Path(path)
         metadata, tensors = read_layers(path, FORMAT, VERSION, "lmstate snapshot", mmap=mmap)
-        tokens, logits = _tokens(path, tensors), tensors.pop("logits", None)
+        tokens, logits = _tokens(path, tensors, "tokens"), tensors.pop("logits", None)
+        source = _tokens(path, tensors, "source") if "source" in tensors else None
         if logits is not None and (logits.dtype != torch.float32 or logits.ndim != 1):
             raise SnapshotError(f"{path} has logits {logits.dtype} {list(logits.shape)}; they are one float32 vector")
         cached = metadata_number(path, metadata, "cached", len(tokens))
         frequency_key = metadata_number(path, metadata, "frequency_key", MOST_TOKENS)
         layers = by_layer(path, tensors, metadata_number(path, metadata, "layers", 100_000))
         fingerprint, notes = metadata.get("fingerprint", ""), metadata.get("notes", "")
-        return Snapshot(tokens, cached, frequency_key, logits, layers, fingerprint, notes)
+        return Snapshot(tokens, cached, frequency_key, logits, layers, fingerprint, notes, source)
 
     def as_row(self, vocab_size: int, device: torch.device) -> Row:
         """The record of the row apart from its layers, in tensors of its own.
@@ -109,6 +114,7 @@ class Snapshot:
         """
         try:
             tokens = token_ids(self.tokens, "the snapshot", vocab_size)
+            source = None if self.source is None else tuple(token_ids(self.source, "the source", vocab_size))
             cached = whole_number(self.cached, "cached")
             frequency_key = whole_number(self.frequency_key, "frequency_key")
         except StateError as error:
@@ -119,12 +125,12 @@ class Snapshot:
             )
         if not isinstance(self.layers, tuple | list) or not all(map(_is_captured, self.layers)):
             raise SnapshotError("the snapshot is damaged: what it has of its layers is not tensors")
-        logits = self.logits
+        logits, row = self.logits, Row.of(tokens, cached, frequency_key)._replace(source=source)
         if logits is None:
-            return Row.of(tokens, cached, frequency_key)
+            return row
         if not isinstance(logits, Tensor) or logits.shape != (vocab_size,) or not logits.is_floating_point():
             raise SnapshotError(f"the snapshot's logits are {_shown(logits)}; this model gives float32 [{vocab_size}]")
-        return Row.of(tokens, cached, frequency_key, logits.to(device, torch.float32, copy=True))
+        return row._replace(logits=logits.to(device, torch.float32, copy=True))
 
     def held(self) -> Iterator[KVBlock | Tensor]:
         """Blocks, which others may hold too, and tensors."""
@@ -150,8 +156,8 @@ def differences(theirs: str, ours: str) -> str:
     return ", ".join(said) or "its fingerprint cannot be read"
 
 
-def _tokens(path: Path, tensors: dict[str, Tensor]) -> tuple[int, ...]:
-    tokens = tensors.pop("tokens", None)
+def _tokens(path: Path, tensors: dict[str, Tensor], name: str) -> tuple[int, ...]:
+    tokens = tensors.pop(name, None)
     if tokens is None or tokens.dtype != torch.int64 or tokens.ndim != 1:
         raise SnapshotError(f"{path} has no token ids; a snapshot has them as one int64 vector")
     if len(tokens) and int(tokens.min()) < 0:

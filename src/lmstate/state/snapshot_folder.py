@@ -23,7 +23,7 @@ from typing import TypedDict, cast
 import torch
 from torch import Tensor
 
-from lmstate.errors import SnapshotError
+from lmstate.errors import SnapshotError, UnsupportedError
 from lmstate.files.sqlite_schema import check_schema, unusable
 from lmstate.state.blocks import CapturedBlocks, Parts
 from lmstate.state.layer_file import by_layer, read_layers, write_layers
@@ -69,6 +69,11 @@ class SnapshotFolder:
         """Store a snapshot under a name, instead of what had it. Raises `OSError` where it cannot be written."""
         if not isinstance(name, str) or not isinstance(snapshot, Snapshot):
             raise SnapshotError(f"save was given {name!r:.80}, {snapshot!r:.80}; it takes a name and a snapshot")
+        if snapshot.source is not None:
+            raise UnsupportedError(
+                f"{name!r:.80} is conditioned on a source, and a folder shares snapshots by their tokens alone; save "
+                "it to a file: snapshot.save(path)"
+            )
         spans = _per_position(snapshot)
         rest = {
             f"layers.{index}.{key}": layer[key]

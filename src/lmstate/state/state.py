@@ -61,16 +61,21 @@ class State:
         vocab_size: int,
         fingerprint: Callable[[], str],
         user: Callable[[], object],
+        encode: Callable[[Sequence[int]], Sequence[Mapping[str, Tensor]]] | None = None,
         frequency_key: Callable[[int], int],
     ):
         """`fingerprint()` names the model; it is asked for only by snapshots, and for a model that is not `user()`.
+
+        `encode(ids)` gives each layer the keys and values of a source; None for a model without an encoder.
 
         `frequency_key(length)` is for ropes whose frequencies depend on the length of the text: two lengths of one key
         rotate alike, and a row that passes from one key to another is computed again from its start.
         """
         self.layers = list(layers)
         self.evicts = any(leaf.evicts for layer in self.layers for leaf in layer.leaves())
+        self.conditioned = any(layer.conditioned for layer in self.layers)
         self.layout = layout
+        self._encode = encode
         self._vocab_size = vocab_size
         self._fingerprint = fingerprint
         self.user = user  # the model that has the state now, a weak reference: a copy of the state copies no model
@@ -138,6 +143,11 @@ class State:
         """The ids of a row's committed tokens."""
         _, own = self._row(row)
         return own.tokens
+
+    def source(self, row: int) -> list[int] | None:
+        """The ids that a row is conditioned on; None where it is on none."""
+        _, own = self._row(row)
+        return None if own.source is None else list(own.source)
 
     def kept(self, row: int, layer: int) -> list[list[int]]:
         """For each kv head of an attention layer, the positions of a row whose keys and values it still has in sight.
@@ -352,6 +362,36 @@ class State:
     # ---- moving about
 
     @ordinary_tensors
+    def condition(self, row: int, source: Sequence[int]) -> None:
+        """Have the tokens of a row read a source, whose ids these are: the model's encoder reads it here, as one piece.
+
+        It comes before the row's first token, and stays through rewinds; forks and snapshots share what was encoded.
+        `select` copies a conditioned row to others without encoding again. Raises `UnsupportedError` for a model
+        without an encoder, `StateError` for a row that holds tokens and for an empty source, `CapacityError` for a
+        source longer than the model's positions.
+        """
+        row, own = self._row(row)
+        if self._encode is None:
+            raise UnsupportedError(
+                f"condition({row}, ...) was asked for, and the model has no encoder: put the text in front of the "
+                "row's tokens"
+            )
+        self._refuse_pending("condition", row)
+        if own.length:
+            raise StateError(
+                f"condition({row}, ...) was asked for, and row {row} holds {own.length} tokens; a source comes before "
+                "the first token: rewind the row to 0, or use another row"
+            )
+        ids = token_ids(source, "the source", self._vocab_size)
+        if not ids:
+            raise StateError(f"condition({row}, ...) was given an empty source; a source has at least one token")
+        changes = Changes()
+        for layer, tensors in zip(self.layers, self._encode(ids), strict=True):
+            if layer.conditioned:
+                layer.restore(row, 0, tensors, changes)
+        self._apply(changes, self._with(row, own._replace(source=tuple(ids), logits=None, marks=())))
+
+    @ordinary_tensors
     def queue(self, row: int, ids: Sequence[int]) -> None:
         """Append tokens that count as seen now and are computed at the start of the next call."""
         row, own = self._row(row)
@@ -490,10 +530,14 @@ class State:
         """One row as a value: every layer, token ids and last logits. It shares the blocks of the row."""
         row, own = self._row(row)
         self._refuse_pending("snapshot", row)
-        layers = tuple(layer.capture(row, own.cached) if own.cached else {} for layer in self.layers)
+        layers = tuple(
+            layer.capture(row, own.cached) if own.cached or layer.conditioned else {} for layer in self.layers
+        )
         logits = self._logits_of_its_length(own)
         logits = None if logits is None else logits.clone()
-        return Snapshot(tuple(own.tokens), own.cached, own.frequency_key, logits, layers, self.fingerprint)
+        return Snapshot(
+            tuple(own.tokens), own.cached, own.frequency_key, logits, layers, self.fingerprint, source=own.source
+        )
 
     @ordinary_tensors
     def drop(self, row: int, start: int, stop: int) -> None:
@@ -513,8 +557,9 @@ class State:
         del tokens[start:stop]
         marks = tuple(mark for mark in own.marks if mark.at <= start)
         closed = Row(
-            tokens, len(tokens), own.cached - (last - first), own.frequency_key, logits=own.logits, marks=marks
-        )
+            tokens, len(tokens), own.cached - (last - first), own.frequency_key,
+            logits=own.logits, marks=marks, source=own.source,
+        )  # fmt: skip
         self._apply(changes, self._with(row, closed))
 
     def can_drop(self, row: int, start: int, stop: int) -> bool:
@@ -551,6 +596,9 @@ class State:
             raise CapacityError(
                 f"the snapshot has {snapshot.length} tokens; this state was made with capacity={self.layout.capacity}"
             )
+        sourced = [bool(captured) for layer, captured in zip(self.layers, snapshot.layers) if layer.conditioned]
+        if set(sourced or [False]) != {restored.source is not None}:
+            raise SnapshotError("the snapshot is damaged: it has a source without its keys and values, or the reverse")
         return restored, snapshot.layers
 
     # ---- the parts of it
@@ -616,6 +664,11 @@ class State:
         for index, (row, count) in enumerate(zip(self._rows, counts)):
             if row.removed and count:
                 raise StateError(f"row {index} was given {count} tokens, and was removed: give it none")
+            if count and self.conditioned and row.source is None:
+                raise StateError(
+                    f"row {index} was given {count} tokens and has no source; call state.condition({index}, source) "
+                    "first"
+                )
             given = f"row {index} holds {row.length} tokens and was given {count} more"
             if capacity is not None and row.length + count > capacity:
                 raise CapacityError(

@@ -8,11 +8,7 @@ logits = head(norm(x))
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-
-import torch
-from torch import Tensor
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
@@ -78,7 +74,7 @@ def build(w: WeightLoader) -> Model:
     count = config.int(b.POSITIONS, low=1, high=MAX_TABLE)
     if family == "xglm":  # nothing is computed for a width that the weights do not have
         w.expect(f"{prefix}.embed_tokens.weight", (shape.vocab, shape.hidden))
-        table = _sinusoids(count, shape.hidden, config.int("pad_token_id", default=None)).to(w.device)
+        table = b.fairseq_sinusoids(count + OFFSET, shape.hidden, config.int("pad_token_id", default=None)).to(w.device)
     else:
         table = w.tensor(f"{prefix}.embed_positions.weight", (count + OFFSET, shape.hidden))
     return b.decoder(
@@ -103,16 +99,3 @@ def _check(config: Config, shape: b.Dims) -> None:
         )
     if shape.heads * shape.head_dim != shape.hidden:
         raise ModelError(f"{config.where}: {shape.heads} heads cannot share a width of {shape.hidden} evenly")
-
-
-def _sinusoids(count: int, width: int, padding: int | None) -> Tensor:
-    """Sines, then cosines, of `count` positions behind the offset, float32 `[count + OFFSET, E]`."""
-    if width < 4:
-        raise ModelError(f"sinusoidal positions need a width of at least 4; this model has {width}")
-    half = width // 2
-    frequencies = torch.exp(torch.arange(half).float() * -(math.log(10_000) / (half - 1)))
-    angles = torch.arange(count + OFFSET).float()[:, None] * frequencies
-    table = torch.cat([angles.sin(), angles.cos(), angles.new_zeros(count + OFFSET, width % 2)], dim=1)
-    if padding is not None and padding < len(table):
-        table[padding] = 0.0  # as transformers has it
-    return table

@@ -36,13 +36,25 @@ class NormedEmbedding:
 
 @dataclass(frozen=True, eq=False)
 class LearnedPositions:
-    """Adds to the embedding what was learned for each of P positions; there are no others."""
+    """Adds to the embedding what was learned for each of P positions; there are no others. Then normalizes the sum."""
 
     table: Weight  # [P, E]
+    norm: Norm | None = None
 
     @property
     def count(self) -> int:
         return self.table.out_features
 
     def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
-        return x + self.table.rows(step.positions.clamp(max=self.count - 1))  # padding may stand beyond them
+        x = x + self.table.rows(step.positions.clamp(max=self.count - 1))  # padding may stand beyond them
+        return x if self.norm is None else ops.norm(x, self.norm)
+
+
+@dataclass(frozen=True, eq=False)
+class NormedStream:
+    """Normalizes the stream behind a part of a block, as in the first transformers."""
+
+    norm: Norm
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        return ops.norm(x, self.norm)

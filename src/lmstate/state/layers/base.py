@@ -48,6 +48,7 @@ class LayerState(ABC):
     kind: str  # how `State.memory` groups it
     lossy: bool  # whether it drops what a rewind far back would need
     evicts = False  # whether what a token sees depends on where the steps before it ended
+    conditioned = False  # whether it holds what `State.condition` gave, beside what it remembers of tokens
 
     @abstractmethod
     def reserve(self, step: Step) -> None:
@@ -87,6 +88,10 @@ class LayerState(ABC):
 
         Raises `SnapshotError` if the tensors are not what this layer would have captured.
         """
+
+    def forget_tokens(self, row: int, changes: Changes) -> None:
+        """Forget all tokens of a row. What `State.condition` gave stays."""
+        self.restore(row, 0, {}, changes)
 
     def kept(self, row: int, length: int) -> list[list[int]]:
         """For each kv head, the positions whose keys and values the next token could see."""

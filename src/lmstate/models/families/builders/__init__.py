@@ -1,7 +1,7 @@
 """Builders of the layers that families share, under their usual Hugging Face names; families import it as `b`."""
 
 from lmstate.models.families.builders.alibi import alibi_slopes
-from lmstate.models.families.builders.attention import attention, biases, fused_attention
+from lmstate.models.families.builders.attention import attention, biases, cross_attention, fused_attention
 from lmstate.models.families.builders.decoder import W1_W3_W2, decoder, pre_norm
 from lmstate.models.families.builders.defaults import (
     EPS,
@@ -24,6 +24,7 @@ from lmstate.models.families.builders.dims import (
     layer_windows,
     mtp_tensors,
 )
+from lmstate.models.families.builders.encoder import start_id
 from lmstate.models.families.builders.heads import (
     MOST_HEADS,
     HeadNames,
@@ -68,6 +69,7 @@ from lmstate.models.families.builders.norms import (
     rms_norms,
     whole_norms,
 )
+from lmstate.models.families.builders.positions import fairseq_sinusoids, sinusoids
 
 __all__ = [
     "ACTIVATIONS",
@@ -97,6 +99,7 @@ __all__ = [
     "completed",
     "config_window",
     "corrected_router",
+    "cross_attention",
     "decoder",
     "deepseek_feed_forward",
     "deepseek_mixture",
@@ -106,6 +109,7 @@ __all__ = [
     "expert_count",
     "expert_width",
     "experts",
+    "fairseq_sinusoids",
     "first_present",
     "fused_attention",
     "fused_mlp",
@@ -131,8 +135,10 @@ __all__ = [
     "rms_norms",
     "router_weight",
     "short_conv",
+    "sinusoids",
     "softmax_mixture",
     "sparse_layers",
+    "start_id",
     "top_k",
     "ungated_mlp",
     "whole_norms",

@@ -9,6 +9,7 @@ from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
 from lmstate.models.families.builders.dims import Dims
 from lmstate.models.layers.attention import Attention
+from lmstate.models.layers.cross_attention import CrossAttention
 from lmstate.models.layers.rope import Rope
 from lmstate.ops import Norm
 
@@ -68,6 +69,36 @@ def attention(
         v_norm=v_norm,
         reads=reads,
         gates=0 if gates is None else gates[1],
+    )
+
+
+def cross_attention(
+    w: WeightLoader,
+    prefix: str,
+    shape: Dims,
+    *,
+    names: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "out_proj"),
+    biased: bool,
+    scale: float | None = None,
+    softcap: float | None = None,
+    source_width: int | None = None,
+) -> CrossAttention:
+    """Attention to a source. `names`: of its projections; `source_width`: of the encoder, where it is another."""
+    query, key, value, out = (f"{prefix}.{name}" for name in names)
+    width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    source_width = shape.hidden if source_width is None else source_width
+    return CrossAttention(
+        w.linear(f"{query}.weight", shape=(width, shape.hidden)),
+        w.linear(f"{key}.weight", f"{value}.weight", shape=((kv_width, kv_width), source_width)),
+        w.linear(f"{out}.weight", shape=(shape.hidden, width)),
+        shape.heads,
+        shape.kv_heads,
+        shape.head_dim,
+        shape.head_dim**-0.5 if scale is None else scale,
+        biases(w, f"{query}.bias", wanted=biased),
+        biases(w, f"{key}.bias", f"{value}.bias", wanted=biased),
+        biases(w, f"{out}.bias", wanted=biased),
+        softcap,
     )
 
 

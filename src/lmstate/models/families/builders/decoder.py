@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from lmstate.checkpoints.loader import WeightLoader
+from lmstate.models.encoder import Encoder
 from lmstate.models.families.builders.dims import POSITIONS, Dims
 from lmstate.models.families.builders.heads import HeadBuilder
 from lmstate.models.families.builders.norms import NormBuilder, norm
@@ -64,6 +65,7 @@ def decoder(
     entry: EmbeddingHook | None = None,
     exit: OutputHook | None = None,
     heads: HeadBuilder | None = None,
+    encoder: Encoder | None = None,
     ignore: tuple[str, ...] = (),
 ) -> Model:
     """A stack of `shape.layers` blocks between `embed_tokens` and `lm_head` (the embedding itself where they are tied).
@@ -101,6 +103,7 @@ def decoder(
         entry=entry,
         exit=exit,
         heads=predicting,
+        encoder=encoder,
         dtype=w.dtype,
     )
     w.check_all_used([*(["lm_head.weight"] if tied else []), "*.rotary_emb.inv_freq", *UNASKED_HEADS, *ignore])

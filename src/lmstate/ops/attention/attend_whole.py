@@ -1,0 +1,66 @@
+"""Attention without an order: every query of a row sees all that the row has stored."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lmstate.ops import dispatch
+from lmstate.ops.attention.attend import attend
+from lmstate.ops.types.block_table import Stored
+from lmstate.ops.types.params import AttentionParams
+
+
+def attend_whole(
+    q: Tensor,
+    k: Stored,
+    v: Stored,
+    lengths: Tensor,
+    counts: Tensor,
+    params: AttentionParams,
+) -> Tensor:
+    """Attend to the first `lengths[r]` of what row r has stored; float32 `[R, T, H, Dv]`, of no meaning at padding.
+
+    q: float32 `[R, T, H, D]`. k: `[R, K, S, D]`, v: `[R, K, S, Dv]`. lengths, counts: int64 `[R]` on the host; a row
+    without queries may have stored nothing. params: scale and softcap alone.
+
+    A native body takes the queries of a row as so many heads of one token that stands at the last position: it sees all
+    of them, and to the body no head's result depends on the others.
+    """
+    rows, tokens, heads, _ = q.shape
+    kv_heads = k.shape[1]
+    library = dispatch.native(q, k, v)
+    if library is None or not library.attention.can_attend(q, k, v):
+        return attend_whole_reference(q, k, v, lengths, counts, params)
+    folded = q.unflatten(2, (kv_heads, -1)).transpose(1, 2).reshape(rows, 1, heads * tokens, -1)
+    seen = attend(folded, k, v, (lengths - 1).clamp(min=0), counts.clamp(max=1), params)
+    return seen.view(rows, kv_heads, tokens, heads // kv_heads, -1).transpose(1, 2).flatten(2, 3)
+
+
+def attend_whole_reference(
+    q: Tensor,
+    k: Stored,
+    v: Stored,
+    lengths: Tensor,
+    counts: Tensor,
+    params: AttentionParams,
+) -> Tensor:
+    """Plain torch in the dtype of k and v."""
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    group = q.shape[2] // k.shape[1]
+    for r, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist())):
+        if not count:
+            continue
+        keys, values = (_first(x, r, length).repeat_interleave(group, dim=0) for x in (k, v))  # [H, S, D]
+        scores = (q[r, :count].transpose(0, 1).to(keys.dtype) @ keys.mT).float() * params.scale
+        if params.softcap is not None:
+            scores = params.softcap * torch.tanh(scores / params.softcap)
+        out[r, :count] = (scores.softmax(-1).to(values.dtype) @ values).transpose(0, 1).float()
+    return out
+
+
+def _first(x: Stored, row: int, length: int) -> Tensor:
+    """The first positions of a row, `[K, length, D]`."""
+    if isinstance(x, Tensor):
+        return x[row, :, :length]
+    return x.span(range(row, row + 1), 0, length)[0]
