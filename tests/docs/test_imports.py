@@ -21,6 +21,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"models", "kv"},
         {"training", "engine", "integrations"},
         {"loading", "serve"},
+        {"cluster"},
         {"cli"},
         {"__main__"},
     ],
@@ -48,6 +49,10 @@ FLOORS: dict[str, list[set[str]]] = {
         {"fields", "tools", "models", "token_places"},
         {"chat", "completions"},
         {"responses", "embeddings", "rerank", "tokens"},
+    ],
+    "lmstate.cluster": [
+        {"key"},
+        {"placement"},
     ],
     "lmstate.state": [
         {"blocks", "changes", "gradients", "inference_mode", "validate"},

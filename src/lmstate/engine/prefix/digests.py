@@ -15,12 +15,16 @@ def packed(tokens: Sequence[int]) -> bytes:
     return np.asarray(tokens, dtype=np.int64).astype("<i4").tobytes()
 
 
+def ends(length: int) -> Iterator[int]:
+    """Tokens of the beginnings of a text of this length that have names, fewer first."""
+    yield from range(FINE, min(COARSE, length + 1), FINE)
+    yield from range(COARSE, length + 1, COARSE)
+
+
 def beginnings(tokens: Sequence[int]) -> Iterator[str]:
     """SHA-256 of the beginnings of a text, shorter ones first."""
     data, digest, done = packed(tokens), hashlib.sha256(), 0
-    for end in (*range(FINE, COARSE, FINE), *range(COARSE, len(tokens) + 1, COARSE)):
-        if end > len(tokens):
-            return
+    for end in ends(len(tokens)):
         digest.update(data[4 * done : 4 * end])
         done = end
         yield digest.hexdigest()

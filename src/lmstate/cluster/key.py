@@ -1,0 +1,52 @@
+"""Keys of requests: names of the state that a request goes on from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lmstate.engine.prefix.digests import FINE, beginnings, ends
+
+
+@dataclass(frozen=True)
+class RouteKey:
+    """The state that a request goes on from. It holds digests only: no text can be read from it."""
+
+    name: str  # SHA-256, in hexadecimal digits
+    named: bool  # by a session or the like; else by the beginning of the prompt
+    tokens: int  # of the prompt
+    beginnings: tuple[tuple[int, str], ...] = ()  # (tokens, digest) of beginnings of the prompt, shorter ones first
+
+
+def route_key(
+    tokens: Sequence[int],
+    *,
+    session: str | None = None,
+    previous: str | None = None,
+    user: str | None = None,
+    tenant: str = "",
+) -> RouteKey:
+    """Return the key of a prompt.
+
+    session   the name of its session
+    previous  the response or conversation that it follows
+    user      its `prompt_cache_key`, or its user
+    tenant    the owner of names and texts: equal ones of two tenants have other keys
+
+    The first of these that is given names the state; else the first 64 tokens of the prompt do.
+    """
+    digests = list(beginnings(tokens))
+    if tenant:
+        digests = [_digest(tenant, "beginning", digest) for digest in digests]
+    found = tuple(zip(ends(len(tokens)), digests))
+    for kind, name in (("session", session), ("previous", previous), ("user", user)):
+        if name is not None:
+            return RouteKey(_digest(tenant, kind, name), True, len(tokens), found)
+    name = digests[0] if digests else _digest(tenant, "prompt", *map(int, tokens[:FINE]))
+    return RouteKey(name, False, len(tokens), found)
+
+
+def _digest(*parts: str | int) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
