@@ -1,0 +1,1 @@
+"""Routing policies compared on simulated replicas: counts first, seconds second."""
