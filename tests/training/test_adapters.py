@@ -13,14 +13,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from transformers.pytorch_utils import Conv1D
 
 import lmstate
+from lmstate.checkpoints.loader import WeightLoader
+from lmstate.checkpoints.open import open_source
 from lmstate.errors import ModelError, SnapshotError, StateError
 from lmstate.models.fingerprint import weights_in
 from lmstate.training import AdaptedModel, LoraConfig, LoraModel, loss
+from lmstate.training.adapted import AdaptedWeights, build_adapted
 from lmstate.training.files import save_tensors
+from lmstate.training.lora import module_key
 from tests.training.in_double import InDouble
 from tests.training.small import ragged, saved, theirs, whole_loss
+from tests.zoo import CASES as ZOO
 from tests.zoo import randomize, text
 
 # Stacked, stacked out of order and shared projections, recurrences, and a mixture.
@@ -28,6 +34,10 @@ CASES = {
     "llama": "all-linear", "phi3": "all-linear", "falcon-grouped": ["query_key_value", "dense"], "gemma3": "all-linear",
     "lfm2": "all-linear", "gpt_oss": ["q_proj", "o_proj"], "qwen3_next": ["q_proj", "in_proj_qkvz", "out_proj"],
 }  # fmt: skip
+# Models that transformers names otherwise than their checkpoints, or that store matrices transposed or share them.
+BOTH_WAYS = [
+    "exaone", "gpt2", "sarvam_moe", "hy_v3", "kimi_linear", "lara_mini", "lfm3", "bailing_hybrid", "zamba2"
+]  # fmt: skip
 
 
 def adapted(
@@ -280,7 +290,7 @@ def test_modules_named_as_those_of_experts_are_targeted_by_their_parameters(case
     "case",
     [
         "mamba", "mamba2", "falcon_h1", "nemotron_h", "qwen2_vl", "jamba", "deepseek_v3", "ernie4_5_moe", "qwen2_moe",
-        "qwen3_next",
+        "qwen3_next", *BOTH_WAYS,
     ],
 )  # fmt: skip
 def test_peft_reads_what_is_saved(case: str, tmp_path: Path) -> None:
@@ -290,6 +300,57 @@ def test_peft_reads_what_is_saved(case: str, tmp_path: Path) -> None:
         given = adapted(folder, tmp_path)(ids)
         other = peft.PeftModel.from_pretrained(reference, tmp_path)
         torch.testing.assert_close(other(ids).logits, given, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("case", ["llama", "laguna", *BOTH_WAYS])
+def test_an_adapter_that_peft_makes_of_all_projections_is_read(case: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    reference, ids = theirs(case), text(20)
+    config = peft.LoraConfig(r=3, lora_alpha=9, target_modules="all-linear", init_lora_weights=False)
+    with saved(reference) as folder, torch.no_grad():
+        other = peft.get_peft_model(reference, config)
+        other.save_pretrained(tmp_path)
+        own = lmstate.load(folder, weights="float32", adapter=tmp_path)
+        torch.testing.assert_close(own(ids), other(ids).logits, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("case", ["laguna", "step3p5", *BOTH_WAYS])
+def test_modules_have_the_names_that_transformers_gives_them(case: str) -> None:
+    check_names(case)
+
+
+@pytest.mark.soak
+def test_modules_of_every_family_have_the_names_that_transformers_gives_them() -> None:
+    for case in {theirs(case).config.model_type: case for case in ZOO}.values():
+        check_names(case)
+
+
+def check_names(case: str) -> None:
+    """Every projection of the text's layers is known by its name in transformers, and no other is."""
+    model = theirs(case)
+    projections = {
+        module_key(name)
+        for name, part in model.named_modules()
+        if isinstance(part, torch.nn.Linear | Conv1D) and module_key(name).startswith(("layers.", "h.", "blocks."))
+    }
+    with saved(model) as folder:
+        weights = AdaptedWeights(WeightLoader(open_source(folder), "float32"), [None])
+        build_adapted(weights, [None])
+    known = {module_key(name) for name in (*weights.modules, *weights.small)}
+    unused = {name for name in projections - known if weights.ignores(f"model.{name}.weight")}
+    assert projections - known - unused == set(), "transformers has them, and lmstate does not"
+    outside = {name for name in map(module_key, weights.modules) if not name.startswith(("layers.", "h.", "blocks."))}
+    routers = {name for name in map(module_key, weights.modules) if re.search(r"(gate|router)(\.layer)?$", name)}
+    assert set(map(module_key, weights.modules)) - projections - outside - routers == set()
+
+
+def test_names_of_a_models_own_code_are_those_of_transformers(tmp_path: Path) -> None:
+    """Adapters for EXAONE were made with code beside its weights, which names modules as its checkpoint does."""
+
+    def named(module: str) -> str:
+        return module.replace("model.layers.", "transformer.h.").replace("self_attn.", "attn.attention.")
+
+    check_like_weights("exaone", tmp_path, "[qv]_proj", named)
 
 
 def test_damaged_files_of_an_adapter_are_refused(tmp_path: Path) -> None:

@@ -146,13 +146,15 @@ class WeightLoader:
         *names: str,
         shape: tuple[int | Sequence[int], int] | None = None,
         order: Callable[[], Tensor] | None = None,
+        used_as: Sequence[str] = (),
     ) -> Weight:
         """One matrix [N, K], or several stacked along the output axis (q, k, v), in the storage of `kind`.
 
         `shape`: N of each (a number for a single one), and K. `order` gives int64 `[N]`, which row of the stack comes
         first, and so on; it is asked when the shapes are known to be right. Raises `ModelError` if one is absent, is no
         matrix, differs in K from the others, or if `shape` is given and is not its own. The same names give the same
-        object again, so one order belongs to them: tied weights stay one.
+        object again, so one order belongs to them: tied weights stay one. `used_as`: their names at this place, where
+        several modules share one matrix: an adapter has an update for each.
         """
         label = "+".join(names) + ("" if order is None else ", reordered")
         if label not in self._made:
@@ -179,11 +181,20 @@ class WeightLoader:
             )
         return self._made[label]
 
-    def derived(self, label: str, *names: str, make: Make, shape: tuple[int, int], stored: str | None = None) -> Weight:
+    def derived(
+        self,
+        label: str,
+        *names: str,
+        make: Make,
+        shape: tuple[int, int],
+        stored: str | None = None,
+        projection: bool = False,
+    ) -> Weight:
         """A matrix that the checkpoint holds in another form: `make(*tensors)` gives it, from what `names` hold.
 
         `label` names it among all matrices of the model. `stored`: the storage closest to what `make` gives, by default
-        that of the first tensor.
+        that of the first tensor. `projection`: it is the matrix of the one module that the first name is of, beside
+        which an adapter's update goes.
         """
         if label not in self._made:
             for name in names:

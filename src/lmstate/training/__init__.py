@@ -53,5 +53,6 @@ def open_model(
     if trainable is True:
         return TrainableModel(weights)
     if trainable:
-        return LoraModel(weights, lora or LoraConfig(), None if adapter is None else Adapter.load(adapter))  # type: ignore[arg-type]
+        kind = weights.source.config.get("model_type")
+        return LoraModel(weights, lora or LoraConfig(), None if adapter is None else Adapter.load(adapter, kind))  # type: ignore[arg-type]
     return adapted_model(weights, adapter, merge)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lmstate.checkpoints.loader import Make, Numbers, StackedMatrix, WeightLoader
-from lmstate.checkpoints.source import Source, floats
-from lmstate.checkpoints.text_model import TextModelSource
+from lmstate.checkpoints.source import floats
 from lmstate.errors import ModelError, StateError
 from lmstate.models.fingerprint import weights_in
 from lmstate.models.model import Model
@@ -24,6 +24,7 @@ from lmstate.ops.weights.grouped import FloatWeight, quantize
 from lmstate.ops.weights.lora import LoraWeight, LowRank
 from lmstate.training.lora import ALL, PEFT_REFUSES, Adapter, LoraConfig, module_key
 from lmstate.training.model import ParameterModel, adopt
+from lmstate.training.module_names import modules_of
 
 EXPERT = re.compile(r"\.experts\.\d+\.")
 Selection = Sequence[Adapter | None]
@@ -39,6 +40,7 @@ class AdaptedWeights(WeightLoader):
         self._selection, self._merge = selection, merge
         if not isinstance(plain, AdaptedWeights):
             self._bases: dict[str, Weight] = {}
+        self.ignored: list[str] = []
         self.modules: dict[str, tuple[int, int]] = {}
         self.small: set[str] = set()
         """Modules that no product of its own belongs to: updates are added to their matrices when they are loaded."""
@@ -65,12 +67,24 @@ class AdaptedWeights(WeightLoader):
             return whole
         return self._updated(name, whole)
 
-    def derived(self, label: str, *names: str, make: Make, shape: tuple[int, int], stored: str | None = None) -> Weight:
+    def derived(
+        self,
+        label: str,
+        *names: str,
+        make: Make,
+        shape: tuple[int, int],
+        stored: str | None = None,
+        projection: bool = False,
+    ) -> Weight:
+        if projection and label not in self._made:
+            base = super().derived(label, *names, make=make, shape=shape, stored=stored)
+            self._made[label] = self._beside(base, label, [(names[0], *shape)])
+        if label in self._made or not any(self._updates(name) for name in names if len(self.shape(name)) == 2):
+            return super().derived(label, *names, make=make, shape=shape, stored=stored)
+
         def updated(*tensors: Numbers) -> Numbers:
             return make(*map(self._updated, names, map(floats, tensors)))
 
-        if label in self._made or not any(self._updates(name) for name in names if len(self.shape(name)) == 2):
-            return super().derived(label, *names, make=make, shape=shape, stored=stored)
         self._asked.update(names)
         part = StackedMatrix(names, stored or self.source.stored(names[0]), updated)
         weight, _ = self._convert([part], self._storage([part]), None)
@@ -79,13 +93,16 @@ class AdaptedWeights(WeightLoader):
         return self._made[label]
 
     def _updates(self, name: str) -> list[LowRank]:
-        """The update of a matrix that is loaded whole, if there is one."""
-        module, (height, width) = module_name(self.source, name), self.shape(name)
-        self.small.add(module)
-        rows = [None if each is None else each.update(module, 0, (height, width)) for each in self._selection]
-        if any(rows) and len({id(each) for each in self._selection}) > 1:
-            raise ModelError(f"{module} has an update by one adapter of several: choose one adapter for all rows")
-        return [each for each in rows[:1] if each is not None]
+        """The updates of a matrix that is loaded whole: one of each of its modules that has one."""
+        (height, width), first, updates = self.shape(name), 0, []
+        for module, outputs in modules_of(self.source, name, height):
+            self.small.add(module)
+            rows = [None if each is None else each.update(module, first, (outputs, width)) for each in self._selection]
+            if any(rows) and len({id(each) for each in self._selection}) > 1:
+                raise ModelError(f"{module} has an update by one adapter of several: choose one adapter for all rows")
+            updates += [each for each in rows[:1] if each is not None]
+            first += outputs
+        return updates
 
     def _updated(self, name: str, matrix: Tensor) -> Tensor:
         updates = self._updates(name) if matrix.ndim == 2 else []
@@ -97,10 +114,45 @@ class AdaptedWeights(WeightLoader):
         self._asked.update(name for part in parts for name in part.names)
         return self._bases[label]
 
+    def linear(
+        self,
+        *names: str,
+        shape: tuple[int | Sequence[int], int] | None = None,
+        order: Callable[[], Tensor] | None = None,
+        used_as: Sequence[str] = (),
+    ) -> Weight:
+        shared, label = super().linear(*names, shape=shape, order=order), "+".join(used_as)
+        if not used_as or tuple(used_as) == names:
+            return shared
+        if label not in self._made:
+            stack = [(used, *self.shape(name)) for used, name in zip(used_as, names)]
+            whole = "+".join(names)
+            self._made[label] = self._beside(self._bases[whole], whole, stack)
+        return self._made[label]
+
+    def check_all_used(self, ignore: Iterable[str] = ()) -> None:
+        self.ignored = list(ignore)
+        super().check_all_used(self.ignored)
+
+    def ignores(self, name: str) -> bool:
+        """Whether the model does not read a tensor of this name, also where a checkpoint holds it."""
+        return any(fnmatchcase(name, pattern) for pattern in self.ignored)
+
     def _stack(self, label: str, names: Sequence[str], order: Callable[[], Tensor] | None) -> Weight:
         base = super()._stack(label, names, order)
-        modules = [module_name(self.source, name) for name in names]
-        shapes = [(self.shape(name)[0], self.shape(name)[1]) for name in names]
+        return self._beside(base, label, [(name, *self.shape(name)) for name in names], order)
+
+    def _beside(
+        self,
+        base: Weight,
+        label: str,
+        stack: Sequence[tuple[Any, ...]],
+        order: Callable[[], Tensor] | None = None,
+    ) -> Weight:
+        """The matrix with the updates of its modules; `stack`: (name, N, K) of each tensor that it is made of."""
+        width = stack[0][2]
+        heights = [part for name, height, _ in stack for part in modules_of(self.source, name, height)]
+        modules, shapes = [module for module, _ in heights], [(height, width) for _, height in heights]
         firsts = [0, *itertools.accumulate(height for height, _ in shapes)]
         places = None if order is None else order().to(self.device)
         # Routed experts are no modules of their own in transformers: PEFT has no updates of them either.
@@ -125,17 +177,6 @@ class AdaptedWeights(WeightLoader):
         return self._for_decoding(quantize(weight.merged(), kind).with_activations(base.activations or 16))
 
 
-def module_name(source: Source, name: str) -> str:
-    """The module of a matrix, as transformers and PEFT name it, whatever the checkpoint calls it."""
-    kind = source.config.get("model_type")
-    while isinstance(source, TextModelSource):
-        inner = "text_model" if "text_model." in source.outer_name(name) else "language_model"
-        name, source = name.replace("model.", f"model.{inner}.", 1), source.whole
-    if kind == "nemotron_h":
-        name = name.replace("backbone.", "model.", 1)
-    return name.removesuffix(".weight")
-
-
 def build_adapted(weights: AdaptedWeights, selection: Selection) -> Model:
     """The model with adapters. Raises `ModelError` if one of them does not fit."""
     from lmstate.models.families import build
@@ -147,7 +188,8 @@ def build_adapted(weights: AdaptedWeights, selection: Selection) -> Model:
         if adapter is None:
             continue
         known = {module_key(module) for module in (*weights.modules, *weights.small)}
-        if missing := sorted(name for key, name in adapter.names.items() if key not in known):
+        unknown = {key: name for key, name in adapter.names.items() if key not in known}
+        if missing := sorted(name for key, name in unknown.items() if not weights.ignores(f"model.{key}.weight")):
             raise ModelError(
                 f"the adapter updates {missing[0][:80]!r}"
                 + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
@@ -255,13 +297,14 @@ class LoraModel(ParameterModel):
 
 def adapted_model(weights: WeightLoader, adapter: object, merge: bool) -> Model:
     """The model of an open checkpoint with one adapter (a folder), or with several by name; see `lmstate.load`."""
+    kind = weights.source.config.get("model_type")
     if isinstance(adapter, Mapping):
         if merge:
             raise StateError("merge=True was asked for with several adapters; one can be merged into the weights")
-        return AdaptedModel(weights, {name: Adapter.load(folder) for name, folder in adapter.items()}, None)
+        return AdaptedModel(weights, {name: Adapter.load(folder, kind) for name, folder in adapter.items()}, None)
     if not isinstance(adapter, str | os.PathLike):
         raise ModelError(f"adapter={adapter!r:.80} was given; give a folder, or a dict of names and folders")
-    one = Adapter.load(adapter)
+    one = Adapter.load(adapter, kind)
     if merge:
         one.to(weights.device)
         return build_adapted(AdaptedWeights(weights, [one], merge=True), [one])

@@ -26,6 +26,7 @@ from lmstate.files.safetensors import TensorFile
 from lmstate.ops import FloatWeight
 from lmstate.ops.weights.lora import LowRank, Magnitude
 from lmstate.training.files import save_tensors, write_json
+from lmstate.training.module_names import named_as_in_transformers
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -43,7 +44,7 @@ MOST_RANK = 2**16
 MOST_ALPHA = 1e9
 # What a PEFT config may ask for that changes the arithmetic, and that lmstate does not do.
 REFUSED = ("lora_bias", "use_qalora", "use_bdlora", "alora_invocation_tokens", "layer_replication",
-           "modules_to_save", "trainable_token_indices", "fan_in_fan_out", "arrow_config",
+           "modules_to_save", "trainable_token_indices", "arrow_config",
            "kasa_config", "velora_config", "monteclora_config")  # fmt: skip
 MOVED = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -138,6 +139,7 @@ class Adapter:
     config: LoraConfig
     pairs: Mapping[str, tuple[FloatWeight, FloatWeight]]
     magnitudes: Mapping[str, Magnitude] = field(default_factory=dict)
+    model_type: object = None  # of the model that it is for, which may name its modules in its own way
 
     @classmethod
     def fresh(
@@ -164,8 +166,8 @@ class Adapter:
         return cls(config, pairs, magnitudes)
 
     @classmethod
-    def load(cls, folder: str | os.PathLike[str]) -> Adapter:
-        """Read what PEFT's (or this) `save_pretrained` wrote.
+    def load(cls, folder: str | os.PathLike[str], model_type: object) -> Adapter:
+        """Read what PEFT's (or this) `save_pretrained` wrote, for a model of a type.
 
         Raises `ModelError` for one that is damaged or of a kind that lmstate does not run, `OSError` for missing files.
         """
@@ -204,7 +206,7 @@ class Adapter:
                 magnitudes[module] = Magnitude(vector[0])
         if not pairs:
             raise ModelError(f"{path / TENSORS} holds no updates")
-        return cls(config, pairs, magnitudes)
+        return cls(config, pairs, magnitudes, model_type)
 
     def save(self, folder: str | os.PathLike[str], base: str, modules: Iterable[str]) -> None:
         """Write it for PEFT. `base`: the name of the model; `modules`: all that the model has, its experts too."""
@@ -236,7 +238,8 @@ class Adapter:
         """Names of its modules by their keys. Raises `ModelError` if two are of one module."""
         names: dict[str, str] = {}
         for name in self.pairs:
-            if (other := names.setdefault(module_key(name), name)) != name:
+            key = module_key(named_as_in_transformers(self.model_type, name))
+            if (other := names.setdefault(key, name)) != name:
                 raise ModelError(f"the adapter updates {other[:80]!r} and {name[:80]!r}, which are one module")
         return names
 

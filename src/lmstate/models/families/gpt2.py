@@ -37,7 +37,7 @@ def build(w: WeightLoader) -> Model:
             return w.linear(f"{name}.weight", shape=(outputs, inputs)), w.tensor(f"{name}.bias", (outputs,))
         weight = w.derived(
             f"{name}.weight, transposed", f"{name}.weight", make=lambda numbers: floats(numbers).T,
-            shape=(outputs, inputs),
+            shape=(outputs, inputs), projection=True,
         )  # fmt: skip
         return weight, w.tensor(f"{name}.bias", (outputs,))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
@@ -14,6 +15,7 @@ from lmstate.models.layers.mlp import MLP
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.layers.zamba_hybrid import KeptEmbedding, LayerAdapter, SharedTransformer, ZambaHybrid
 from lmstate.models.model import Block, Model
+from lmstate.ops import Weight
 
 DEFAULTS: b.Defaults = {"zamba2": b.EPS}
 
@@ -39,20 +41,27 @@ def build(w: WeightLoader) -> Model:
 
     def transformer(use: int) -> SharedTransformer:
         """The shared block of hybrid layer number `use`; files keep it in the first layer that uses the same one."""
-        prefix = f"model.layers.{hybrids[use]}.shared_transformer"
+        prefix = place = f"model.layers.{hybrids[use]}.shared_transformer"
         if not w.has(f"{prefix}.input_layernorm.weight"):
             prefix = f"model.layers.{hybrids[use % blocks]}.shared_transformer"
         seen, fed = f"{prefix}.self_attn", f"{prefix}.feed_forward"
+
+        def linear(*names: str, shape: tuple[int | Sequence[int], int]) -> Weight:
+            return w.linear(*names, shape=shape, used_as=[place + name.removeprefix(prefix) for name in names])
+
+        def adapter(*lists: str, inputs: int, outputs: tuple[int, ...]) -> LayerAdapter:
+            down = linear(*(f"{each}.0.weight" for each in lists), shape=([rank] * len(lists), inputs))
+            ups = (linear(f"{each}.1.weight", shape=(size, rank)) for each, size in zip(lists, outputs))
+            return LayerAdapter(down, tuple(ups))
+
         attention_adapter = None
         if config.bool("use_shared_attention_adapter", default=False):
             lists = [f"{seen}.linear_{part}_adapter_list.{use}" for part in "qkv"]
             attention_adapter = adapter(*lists, inputs=double, outputs=(width, kv_width, kv_width))
         return SharedTransformer(
             Attention(
-                w.linear(
-                    *(f"{seen}.{part}_proj.weight" for part in "qkv"), shape=((width, kv_width, kv_width), double)
-                ),
-                w.linear(f"{seen}.o_proj.weight", shape=(shape.hidden, width)),
+                linear(*(f"{seen}.{part}_proj.weight" for part in "qkv"), shape=((width, kv_width, kv_width), double)),
+                linear(f"{seen}.o_proj.weight", shape=(shape.hidden, width)),
                 shape.heads,
                 shape.kv_heads,
                 shape.head_dim,
@@ -61,8 +70,8 @@ def build(w: WeightLoader) -> Model:
             ),
             b.norm(w, f"{prefix}.input_layernorm.weight", double, shape.eps),
             MLP(
-                w.linear(f"{fed}.gate_up_proj.weight", shape=(2 * inner, shape.hidden)),
-                w.linear(f"{fed}.down_proj.weight", shape=(shape.hidden, inner)),
+                linear(f"{fed}.gate_up_proj.weight", shape=(2 * inner, shape.hidden)),
+                linear(f"{fed}.down_proj.weight", shape=(shape.hidden, inner)),
                 act,
                 up_bias=b.biases(w, f"{fed}.gate_up_proj.bias"),
                 down_bias=b.biases(w, f"{fed}.down_proj.bias"),
@@ -71,11 +80,6 @@ def build(w: WeightLoader) -> Model:
             adapter(f"{fed}.gate_up_proj_adapter_list.{use}", inputs=shape.hidden, outputs=(2 * inner,)),
             attention_adapter,
         )
-
-    def adapter(*lists: str, inputs: int, outputs: tuple[int, ...]) -> LayerAdapter:
-        down = w.linear(*(f"{each}.0.weight" for each in lists), shape=([rank] * len(lists), inputs))
-        ups = (w.linear(f"{each}.1.weight", shape=(size, rank)) for each, size in zip(lists, outputs))
-        return LayerAdapter(down, tuple(ups))
 
     def space(prefix: str) -> Mamba2:
         gated = b.gated_norm(w, f"{prefix}.mamba.norm.weight", sizes)
