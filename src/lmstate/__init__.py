@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lmstate.generation import SamplingParams
     from lmstate.loading import load
     from lmstate.models.model import Model
-    from lmstate.state import BlockPool, Snapshot, SnapshotFolder, State
+    from lmstate.state import BlockPool, Media, Snapshot, SnapshotFolder, State
     from lmstate.threads import set_threads
 
 __version__ = "0.1.0"
@@ -38,6 +38,7 @@ __all__ = [
     "BlockPool",
     "CapacityError",
     "Engine",
+    "Media",
     "Model",
     "ModelError",
     "PendingError",
@@ -58,6 +59,7 @@ __all__ = [
 _LAZY = {
     "BlockPool": "lmstate.state",
     "Engine": "lmstate.engine",
+    "Media": "lmstate.state",
     "Model": "lmstate.models.model",
     "SamplingParams": "lmstate.generation",
     "Snapshot": "lmstate.state",

@@ -305,6 +305,8 @@ class Engine:
     def load_session(self, name: str, path: str | os.PathLike[str]) -> Session:
         """A conversation from what `Session.save` wrote. Raises SnapshotError for a file that is none, or damaged."""
         snapshot = Snapshot.load(path)
+        if snapshot.media:
+            raise SnapshotError(f"{path} has pictures, which the engine does not take; restore it in a state")
         try:
             record = Record.from_json(list(snapshot.tokens), snapshot.notes)
         except ValueError as error:

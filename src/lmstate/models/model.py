@@ -37,6 +37,7 @@ from lmstate.state import LayerState, Layout, State, Step
 from lmstate.state.blocks import BlockPool
 from lmstate.state.inference_mode import ordinary_tensors
 from lmstate.state.kv.policies.per_layer import Policies, policies_of
+from lmstate.state.media import overlaid
 from lmstate.state.snapshot import differences
 from lmstate.state.tree import grow
 from lmstate.state.validate import flag, whole_number
@@ -57,6 +58,7 @@ class FromBlocks:
 
     blocks: list[Block]
     ropes: list[Rope]  # those whose frequencies depend on the length of the text
+    axes: bool  # whether some rope has several axes
     traced: Model | None = None  # what compiled graphs hold
 
 
@@ -199,6 +201,8 @@ class Model:
             user=weakref.ref(self),
             encode=None if self.encoder is None else lambda source: self.encoded(source),
             frequency_key=lambda length: self.frequency_key(length),
+            hidden_size=self.config.hidden_size,
+            axes=self._from_blocks().axes,
         )
 
     def _refuse_other(self, state: State) -> None:
@@ -234,9 +238,10 @@ class Model:
     def _from_blocks(self) -> FromBlocks:
         """The values derived from the blocks; made again once the model has other blocks."""
         if self._derived is None or self._derived.blocks is not self.blocks:
-            ropes = [getattr(block.mixer, "rope", None) for block in self.blocks]
-            dynamic = [rope for rope in ropes if isinstance(rope, Rope) and rope.original_max_positions is not None]
-            self._derived = FromBlocks(self.blocks, dynamic)
+            found = [getattr(block.mixer, "rope", None) for block in self.blocks]
+            ropes = [rope for rope in found if isinstance(rope, Rope)]
+            dynamic = [rope for rope in ropes if rope.original_max_positions is not None]
+            self._derived = FromBlocks(self.blocks, dynamic, any(rope.axes is not None for rope in ropes))
         return self._derived
 
     # ---- forward
@@ -483,6 +488,8 @@ class Model:
         x = self.embed.rows(tokens)
         if self.config.embed_scale != 1.0:
             x = x * self.config.embed_scale
+        if step.media:
+            x = overlaid(x, step.media, step.starts, step.ends)
         return x if self.entry is None else self.entry(x, tokens, step)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

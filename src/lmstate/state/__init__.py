@@ -10,6 +10,7 @@ from lmstate.state.layers.cross import CrossState
 from lmstate.state.layers.latent import IndexKeys, LatentState
 from lmstate.state.layers.recurrent import RecurrentState
 from lmstate.state.layers.shared_kv import SharedState
+from lmstate.state.media import Media, MediaSpan
 from lmstate.state.snapshot import Snapshot
 from lmstate.state.snapshot_folder import SnapshotFolder
 from lmstate.state.state import State
@@ -26,6 +27,8 @@ __all__ = [
     "LatentState",
     "LayerState",
     "Layout",
+    "Media",
+    "MediaSpan",
     "RecurrentState",
     "SharedState",
     "Snapshot",

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from lmstate.ops.types.block_table import KVBlock
 from lmstate.state.layers.base import LayerState
+from lmstate.state.media import held_tensors
 from lmstate.state.rows import Row
 
 
@@ -18,7 +19,7 @@ class Memory(dict[str, int]):
 def memory_by_kind(
     layers: Sequence[LayerState], rows: Sequence[Row], logits: Mapping[int, int], positions: int
 ) -> Memory:
-    """Bytes by layer kind, and of `positions`, logits and marks where there are any; each tensor and block once.
+    """Bytes by layer kind, of `positions`, logits, marks and pictures where there are any; each tensor and block once.
 
     logits: bytes of each tensor of them, by where it lies.
     """
@@ -38,7 +39,7 @@ def memory_by_kind(
         for each in (kept.tensors if isinstance(kept, KVBlock) else (kept,))
         if each.data_ptr() not in counted
     }
-    for name, sizes in (("logits", logits), ("marks", marks)):
+    for name, sizes in (("logits", logits), ("marks", marks), ("media", held_tensors(row.media for row in rows))):
         if sizes:
             held[name] = sum(sizes.values())
     return held

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lmstate.ops.types.block_table import KVBlock
 from lmstate.state.blocks import held_by
+from lmstate.state.media import Spans
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Row(NamedTuple):
     logits: Tensor | None = None  # [V] after the last token, as a text of this length, or the expected one, has them
     marks: tuple[Mark, ...] = ()
     source: tuple[int, ...] | None = None  # the ids that it is conditioned on
+    media: Spans = ()  # its pictures, in order; those behind its last token are still to come
     removed: bool = False  # its number is free for the next one that is added
 
     @staticmethod

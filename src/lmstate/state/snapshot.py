@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from lmstate.ops.types.block_table import KVBlock
 from lmstate.state.blocks import CapturedBlocks, Parts, held_by, nbytes_of
 from lmstate.state.gradients import CopiedGraphs
 from lmstate.state.layer_file import MOST_TOKENS, by_layer, metadata_number, read_layers, write_layers
+from lmstate.state.media import MediaSpan, Spans, held_tensors, identities, read_spans, span_record, span_tensors
 from lmstate.state.rows import Row
 from lmstate.state.validate import token_ids, whole_number
 
@@ -35,6 +37,7 @@ class Snapshot:
     (float32 `[V]`) are those after the last token, None if they are not known. `fingerprint` names the model: words of
     the form name=value, of its config and of a sample of its weights. `notes` is text of the application that made it.
     `source`: the ids that the row is conditioned on, of a model with an encoder; their keys and values are in `layers`.
+    `media` are the row's pictures, in order, with those that were placed and not read yet.
     """
 
     tokens: tuple[int, ...]
@@ -45,6 +48,7 @@ class Snapshot:
     fingerprint: str
     notes: str = ""
     source: tuple[int, ...] | None = None
+    media: Spans = ()
 
     def __repr__(self) -> str:
         family = next((word[7:] for word in str(self.fingerprint).split() if word.startswith("family=")), "unknown")
@@ -66,7 +70,8 @@ class Snapshot:
 
         Layout: metadata `format`, `version`, `fingerprint`, `cached`, `frequency_key`, `layers`, `notes`, `checksums`;
         tensors `tokens` int64 `[length]`, `logits` float32 `[V]` if known, `source` int64 if there is one, and
-        `layers.{index}.{name}` for the content of each layer.
+        `layers.{index}.{name}` for the content of each layer. With pictures also metadata `media` and tensors
+        `media.{index}.embeddings` and `media.{index}.positions`.
         """
         tensors = {"tokens": torch.tensor(self.tokens, dtype=torch.int64)}
         if self.logits is not None:
@@ -84,6 +89,9 @@ class Snapshot:
             "layers": str(len(self.layers)),
             "notes": self.notes,
         }
+        if self.media:
+            metadata["media"] = json.dumps(span_record(self.media))
+            tensors |= span_tensors(self.media)
         write_layers(path, metadata, tensors)
 
     @staticmethod
@@ -102,9 +110,23 @@ class Snapshot:
             raise SnapshotError(f"{path} has logits {logits.dtype} {list(logits.shape)}; they are one float32 vector")
         cached = metadata_number(path, metadata, "cached", len(tokens))
         frequency_key = metadata_number(path, metadata, "frequency_key", MOST_TOKENS)
+        media = read_spans(path, metadata.get("media", "[]"), tensors)
         layers = by_layer(path, tensors, metadata_number(path, metadata, "layers", 100_000))
         fingerprint, notes = metadata.get("fingerprint", ""), metadata.get("notes", "")
-        return Snapshot(tokens, cached, frequency_key, logits, layers, fingerprint, notes, source)
+        return Snapshot(tokens, cached, frequency_key, logits, layers, fingerprint, notes, source, media)
+
+    def without_embeddings(self) -> Snapshot:
+        """The same without the embeddings of pictures that were read, which only recomputation needs."""
+        spans = (
+            MediaSpan(span.at, span.media.without_embeddings()) if span.end <= self.cached else span
+            for span in self.media
+        )
+        return replace(self, media=tuple(spans))
+
+    @property
+    def identities(self) -> list[int]:
+        """Its tokens, with numbers of a picture's content where one stands: texts that are alike in them are alike."""
+        return identities(self.tokens, self.media)
 
     def as_row(self, vocab_size: int, device: torch.device) -> Row:
         """The record of the row apart from its layers, in tensors of its own.
@@ -125,7 +147,10 @@ class Snapshot:
             )
         if not isinstance(self.layers, tuple | list) or not all(map(_is_captured, self.layers)):
             raise SnapshotError("the snapshot is damaged: what it has of its layers is not tensors")
-        logits, row = self.logits, Row.of(tokens, cached, frequency_key)._replace(source=source)
+        if not isinstance(self.media, tuple) or not all(isinstance(span, MediaSpan) for span in self.media):
+            raise SnapshotError("the snapshot is damaged: what it has of its pictures is none")
+        media = tuple(sorted(self.media, key=lambda span: span.at))
+        logits, row = self.logits, Row.of(tokens, cached, frequency_key)._replace(source=source, media=media)
         if logits is None:
             return row
         if not isinstance(logits, Tensor) or logits.shape != (vocab_size,) or not logits.is_floating_point():
@@ -136,13 +161,14 @@ class Snapshot:
         """Blocks, which others may hold too, and tensors."""
         for layer in self.layers:
             yield from held_by(layer)
+        yield from (tensor for span in self.media for tensor in span.media.tensors)
         if self.logits is not None:
             yield self.logits
 
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors, as in a file."""
-        held = sum(map(nbytes_of, self.layers))
+        held = sum(map(nbytes_of, self.layers)) + sum(held_tensors([self.media]).values())
         return held + (0 if self.logits is None else self.logits.nbytes)
 
 

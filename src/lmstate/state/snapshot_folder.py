@@ -18,7 +18,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from lmstate.errors import SnapshotError, UnsupportedError
 from lmstate.files.sqlite_schema import check_schema, unusable
 from lmstate.state.blocks import CapturedBlocks, Parts
 from lmstate.state.layer_file import by_layer, read_layers, write_layers
+from lmstate.state.media import read_spans, span_record, span_tensors
 from lmstate.state.snapshot import VERSION as SNAPSHOT_VERSION
 from lmstate.state.snapshot import Snapshot
 
@@ -50,6 +51,7 @@ class Manifest(TypedDict):
     layers: int
     parts: list[str]
     rest: str
+    media: NotRequired[list[list[Any]]]
 
 
 class SnapshotFolder:
@@ -81,6 +83,7 @@ class SnapshotFolder:
             for key in layer
             if key not in spans[index]
         }
+        rest |= span_tensors(snapshot.media)
         if snapshot.logits is not None:
             rest["logits"] = snapshot.logits
         with self._index() as index:
@@ -92,7 +95,7 @@ class SnapshotFolder:
             manifest = Manifest(
                 version=SNAPSHOT_VERSION, fingerprint=snapshot.fingerprint, notes=snapshot.notes,
                 tokens=list(snapshot.tokens), cached=snapshot.cached, frequency_key=snapshot.frequency_key,
-                layers=len(snapshot.layers), parts=parts, rest=self._write(rest),
+                layers=len(snapshot.layers), parts=parts, rest=self._write(rest), media=span_record(snapshot.media),
             )  # fmt: skip
             index.execute(
                 "insert or replace into snapshots values (?, ?, ?)", (name, json.dumps(manifest), snapshot.nbytes)
@@ -191,9 +194,11 @@ class SnapshotFolder:
             raise SnapshotError(f"{self.path} is damaged: the parts of {name!r} do not fit each other") from error
         rest = self._read(told["rest"])
         logits = rest.pop("logits", None)
+        media = read_spans(self.path, told.get("media", []), rest)
         layers = by_layer(self.path, {**joined, **rest}, told["layers"])
         tokens, frequency_key = tuple(told["tokens"]), told["frequency_key"]
-        return Snapshot(tokens, told["cached"], frequency_key, logits, layers, told["fingerprint"], told["notes"])
+        notes = told["notes"]
+        return Snapshot(tokens, told["cached"], frequency_key, logits, layers, told["fingerprint"], notes, media=media)
 
     def _files(self) -> Iterator[tuple[Path, int]]:
         """The parts that lie in this folder, with their bytes. A link may lead to what is another folder's."""

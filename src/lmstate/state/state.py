@@ -17,6 +17,7 @@ from lmstate.state.device import DeviceResult, DeviceSteps
 from lmstate.state.gradients import CopiedGraphs
 from lmstate.state.inference_mode import ordinary_tensors
 from lmstate.state.layers.base import LayerState, Layout
+from lmstate.state.media import Media, MediaSpan, held_tensors, misplaced, refusal, within
 from lmstate.state.memory import Memory, memory_by_kind, nbytes_beside
 from lmstate.state.rewind import nearest_mark, rewind_layers
 from lmstate.state.rows import Mark, Row
@@ -63,13 +64,16 @@ class State:
         user: Callable[[], object],
         encode: Callable[[Sequence[int]], Sequence[Mapping[str, Tensor]]] | None = None,
         frequency_key: Callable[[int], int],
+        hidden_size: int,
+        axes: bool = False,
     ):
         """`fingerprint()` names the model; it is asked for only by snapshots, and for a model that is not `user()`.
 
         `encode(ids)` gives each layer the keys and values of a source; None for a model without an encoder.
 
         `frequency_key(length)` is for ropes whose frequencies depend on the length of the text: two lengths of one key
-        rotate alike, and a row that passes from one key to another is computed again from its start.
+        rotate alike, and a row that passes from one key to another is computed again from its start. `axes`: whether
+        positions may have several axes, as pictures say.
         """
         self.layers = list(layers)
         self.evicts = any(leaf.evicts for layer in self.layers for leaf in layer.leaves())
@@ -80,6 +84,7 @@ class State:
         self._fingerprint = fingerprint
         self.user = user  # the model that has the state now, a weak reference: a copy of the state copies no model
         self._frequency_key = frequency_key
+        self._hidden_size, self._axes = hidden_size, axes
         self._rows = [Row.of() for _ in range(layout.rows)]
         self._pending: Pending | None = None
         self._tree: PendingTree[State] | None = None
@@ -149,6 +154,11 @@ class State:
         _, own = self._row(row)
         return None if own.source is None else list(own.source)
 
+    def media(self, row: int) -> tuple[MediaSpan, ...]:
+        """The pictures of a row and where they stand, in order. Those placed behind its last token are to come."""
+        _, own = self._row(row)
+        return own.media
+
     def kept(self, row: int, layer: int) -> list[list[int]]:
         """For each kv head of an attention layer, the positions of a row whose keys and values it still has in sight.
 
@@ -162,7 +172,7 @@ class State:
         return self.layers[layer].kept(row, own.cached)
 
     def memory(self) -> Memory:
-        """Bytes held now, by layer kind; `logits`, `marks`, `positions` and `tree` beside them where there are any.
+        """Bytes held now, by layer kind; `logits`, `marks`, `media`, `positions`, `tree` beside them, if there are any.
 
         A block counts once, however many rows hold it; `shared` of the result says how many bytes lie in blocks that
         others may hold as well.
@@ -182,8 +192,9 @@ class State:
             yield from layer.blocks()
 
     def nbytes_apart(self) -> int:
-        """Bytes of all that lies in no blocks: carries, slots of policies that evict, last logits. Marks aside."""
-        return sum(layer.nbytes_apart() for layer in self.layers) + sum(self._logits_held().values())
+        """Bytes of all in no blocks: carries, slots of policies that evict, pictures, last logits. Marks aside."""
+        beside = {**self._logits_held(), **held_tensors(row.media for row in self._rows)}
+        return sum(layer.nbytes_apart() for layer in self.layers) + sum(beside.values())
 
     def _logits_held(self) -> dict[int, int]:
         """Bytes of each tensor of logits, by where it lies."""
@@ -213,6 +224,8 @@ class State:
             changes = Changes()
             new = rewind_layers(self.layers, index, row, to, changes)
             new = new if new.cached or new.frequency_key == key else new._replace(frequency_key=key)
+            if (gone := _without_embeddings(new, new.length)) is not None:
+                raise StateError(f"row {index} is to be computed from {new.cached} on, and {gone}")
             if new is not row:
                 self._apply(changes, self._with(index, new))
         return [row.backlog for row in self._rows]
@@ -238,6 +251,8 @@ class State:
         """Reserve room for new tokens in every layer, or in none; `record_logits` makes the step pending."""
         counts = tuple(map(len, ids))
         assert all(row.cached == row.length for row in self._rows), "plan before the backlog was computed"
+        for index, (row, new) in enumerate(zip(self._rows, ids)):
+            self._check_media(index, row, new)
         return self._reserve([list(row) for row in ids], speculative, self._rope_lengths(counts), rewindable)
 
     def record_logits(self, logits: Tensor | None) -> None:
@@ -398,7 +413,37 @@ class State:
         self._refuse_pending("queue tokens", row)
         if ids := token_ids(ids, f"row {row}", self._vocab_size):
             self._check_capacity([len(ids) if i == row else 0 for i in range(self.rows)])
+            self._check_media(row, own, ids)
             self._apply(Changes(), self._with(row, own.extended(ids)._replace(logits=None)))
+
+    @ordinary_tensors
+    def place(self, row: int, at: int, media: Media) -> None:
+        """Announce that a picture stands in a row from position `at` on, which none of its tokens has reached yet.
+
+        The next calls bring its tokens, `media.token` at each of its positions, whole or in parts, and read its
+        embeddings instead of theirs. Until a rewind to `at` or before. One that already stands there gets back the
+        embeddings that were let go. Raises `StateError` where it cannot stand, `UnsupportedError` for a static state.
+        """
+        row, own = self._row(row)
+        at = whole_number(at, "a position")
+        self._refuse_pending("place a picture", row)
+        where = f"a picture was to be placed in row {row} at {at}"
+        if not isinstance(media, Media):
+            raise StateError(f"{where}; {media!r:.80} is none: make one with Media.of")
+        if media.embeddings is None:
+            raise StateError(f"{where}; its embeddings were let go: make it anew")
+        if (why := self._refuses_media(media)) is not None:
+            raise UnsupportedError(f"{where}; {why}")
+        spans = tuple(span for span in own.media if span.at != at or span.media != media)
+        if len(spans) == len(own.media) and at < own.length:
+            raise StateError(f"{where}; the row has {own.length} tokens: rewind to {at} first")
+        spans = tuple(sorted((*spans, MediaSpan(at, media)), key=lambda span: span.at))
+        if (why := refusal(spans, own.tokens, self._vocab_size, self._hidden_size, self._axes)) is not None:
+            raise StateError(f"{where}; {why}")
+        limits = (self.layout.capacity, self.layout.max_positions)
+        if at + media.count > min((limit for limit in limits if limit is not None), default=at + media.count):
+            raise CapacityError(f"{where}; its {media.count} positions do not fit the state")
+        self._apply(Changes(), self._with(row, own._replace(media=spans)))
 
     @ordinary_tensors
     def expect(self, row: int, length: int) -> None:
@@ -420,16 +465,24 @@ class State:
     def rewind(self, row: int, to: int) -> None:
         """Take a row back to its first `to` tokens, exactly. `rewind_cost` tells what the next call recomputes.
 
-        Other rows may have pending tokens, this one may not. Raises `RewindError` if the row never was at `to`.
+        Other rows may have pending tokens, this one may not. A picture that begins before `to` stays: inside it, the
+        next tokens are the rest of it. Raises `RewindError` if the row never was at `to`, and where a picture would
+        have to be read again whose embeddings were let go.
         """
         row, to, own = self._rewindable(row, to)
-        if to == own.length:
+        media = tuple(span for span in own.media if span.at < to)
+        if to == own.length and media == own.media:
             return
         changes, marks = Changes(), tuple(mark for mark in own.marks if mark.at <= to)
         known = next((mark.logits for mark in marks if mark.at == to), None)
         back = rewind_layers(self.layers, row, own, to, changes)._replace(
-            length=to, expected=0, logits=known, marks=marks
+            length=to, expected=0, logits=known, marks=marks, media=media
         )
+        if (gone := _without_embeddings(back, to)) is not None:
+            raise RewindError(
+                f"rewind of row {row} to {to} was asked for; it is computed from {back.cached} on, and {gone}, or "
+                f"rewind to {self._computable(row, own, to)}"
+            )
         self._apply(changes, self._with(row, back))
 
     def rewind_cost(self, row: int, to: int) -> int:
@@ -536,8 +589,9 @@ class State:
         logits = self._logits_of_its_length(own)
         logits = None if logits is None else logits.clone()
         return Snapshot(
-            tuple(own.tokens), own.cached, own.frequency_key, logits, layers, self.fingerprint, source=own.source
-        )
+            tuple(own.tokens), own.cached, own.frequency_key, logits, layers, self.fingerprint,
+            source=own.source, media=own.media,
+        )  # fmt: skip
 
     @ordinary_tensors
     def drop(self, row: int, start: int, stop: int) -> None:
@@ -547,7 +601,7 @@ class State:
         last logits stay too. Raises `UnsupportedError` if a layer cannot do it exactly, `RewindError` for a bad span.
         """
         row, start, stop, own = self._droppable(row, start, stop)
-        if (why := self._refuses_drop(row)) is not None:
+        if (why := self._refuses_drop(row, start, stop)) is not None:
             raise UnsupportedError(f"a span of row {row} cannot be dropped: {why}. Rewind, or feed the shorter text")
         first, last = min(start, own.cached), min(stop, own.cached)
         changes, tokens = Changes(), own.tokens
@@ -556,10 +610,13 @@ class State:
                 layer.drop(row, own.cached, first, last, changes)
         del tokens[start:stop]
         marks = tuple(mark for mark in own.marks if mark.at <= start)
-        closed = Row(
-            tokens, len(tokens), own.cached - (last - first), own.frequency_key,
-            logits=own.logits, marks=marks, source=own.source,
-        )  # fmt: skip
+        media = tuple(
+            span if span.end <= start else MediaSpan(span.at - (stop - start), span.media)
+            for span in own.media
+            if not start <= span.at < stop
+        )
+        closed = Row.of(tokens, own.cached - (last - first), own.frequency_key, own.logits)
+        closed = closed._replace(marks=marks, source=own.source, media=media)
         self._apply(changes, self._with(row, closed))
 
     def can_drop(self, row: int, start: int, stop: int) -> bool:
@@ -567,8 +624,8 @@ class State:
 
         Raises `RewindError` for a bad span, as `drop` does.
         """
-        row, *_ = self._droppable(row, start, stop)
-        return self._refuses_drop(row) is None
+        row, start, stop, _ = self._droppable(row, start, stop)
+        return self._refuses_drop(row, start, stop) is None
 
     @ordinary_tensors
     def restore(self, row: int, snapshot: Snapshot) -> None:
@@ -592,6 +649,12 @@ class State:
         restored = snapshot.as_row(self._vocab_size, self.layout.device)
         if len(snapshot.layers) != len(self.layers):
             raise SnapshotError(f"the snapshot has {len(snapshot.layers)} layers; this state has {len(self.layers)}")
+        for span in restored.media:
+            if (why := self._refuses_media(span.media)) is not None:
+                raise UnsupportedError(f"the snapshot has a picture at {span.at}; {why}")
+        why = refusal(restored.media, restored.tokens, self._vocab_size, self._hidden_size, self._axes)
+        if why is not None:
+            raise SnapshotError(f"the snapshot is damaged, or of another model: {why}")
         if self.layout.capacity is not None and restored.length > self.layout.capacity:
             raise CapacityError(
                 f"the snapshot has {snapshot.length} tokens; this state was made with capacity={self.layout.capacity}"
@@ -630,8 +693,13 @@ class State:
             raise RewindError(f"drop of {start} to {stop} was asked for; row {row} has positions 0 to {own.length}")
         return row, start, stop, own
 
-    def _refuses_drop(self, row: int) -> str | None:
-        """Reason that no span of the row can be dropped exactly; None if one can."""
+    def _refuses_drop(self, row: int, start: int, stop: int) -> str | None:
+        """Reason that a span of the row cannot be dropped exactly; None if it can."""
+        for span in self._rows[row].media:
+            if span.media.positions is not None:
+                return "its pictures have positions of several axes, and layers move keys along one"
+            if span.at < start < span.end or span.at < stop < span.end:
+                return f"it would cut the picture at {span.at} to {span.end}"
         if self.layout.max_positions is not None:
             return (
                 "the model has learned each position by itself, and what it made of the later tokens is of the "
@@ -649,6 +717,28 @@ class State:
             if (why := layer.refuses_drop(row)) is not None
         ]
         return "; ".join([*refusals[:3], *(["..."] if len(refusals) > 3 else [])]) or None
+
+    def _computable(self, row: int, own: Row, to: int) -> int:
+        """The last position before `to` to which a rewind needs no embeddings that were let go."""
+        while to:
+            base, _ = nearest_mark(self.layers, row, own, to)
+            gone = [span.at for span in within(own.media, base, to) if span.media.embeddings is None]
+            if not gone:
+                break
+            to = min(gone[0], to - 1)
+        return to
+
+    def _refuses_media(self, media: Media) -> str | None:
+        """Reason that no row of this state has such a picture; None if one can."""
+        if self.layout.static:
+            return "a static state takes no pictures: make one with static=False"
+        if self.evicts and media.positions is not None:
+            return "its positions have several axes, and a policy that evicts rotates by one: make a state without it"
+        return None
+
+    def _check_media(self, row: int, own: Row, ids: Sequence[int]) -> None:
+        if own.media and (why := misplaced(own.media, own.length, ids)) is not None:
+            raise StateError(f"row {row} was given other tokens than its pictures have: {why}")
 
     def _refuse_pending(self, what: str, row: int | None = None) -> None:
         pending = self.pending
@@ -686,7 +776,10 @@ class State:
     ) -> Step:
         counts = tuple(map(len, ids))
         starts = tuple(row.cached for row in self._rows)
-        step = Step(starts, counts, self.layout.device, rope_lengths, speculative, self.layout.chunk, rewindable)
+        media = tuple(row.media for row in self._rows) if any(row.media for row in self._rows) else ()
+        step = Step(
+            starts, counts, self.layout.device, rope_lengths, speculative, self.layout.chunk, rewindable, media
+        )  # fmt: skip
         self._pending = Pending(step, ids)
         try:
             for layer in self.layers:
@@ -756,6 +849,14 @@ class State:
     def _logits_of_its_length(self, row: Row) -> Tensor | None:
         """The last logits, where those of a longer text that is expected are no others."""
         return row.logits if self._logits_key(row) == self._frequency_key(row.length) else None
+
+
+def _without_embeddings(row: Row, stop: int) -> str | None:
+    """Complaint about a picture before `stop` that the layers of a row miss, and whose embeddings were let go."""
+    for span in within(row.media, row.cached, stop):
+        if span.media.embeddings is None:
+            return f"the embeddings of the picture at {span.at} to {span.end} were let go: place it there again first"
+    return None
 
 
 def _logits_at(logits: Tensor | None, row: int, accepted: int, count: int) -> Tensor | None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lmstate.state.media import Spans, axis_positions
 from lmstate.state.validate import whole_number
 
 CHUNK = 384
@@ -45,6 +46,7 @@ class Step:
     speculative: bool = False  # a verdict may accept a prefix of it
     chunk: int = CHUNK  # tokens of a row that one forward takes; a longer step runs as several
     rewindable: bool = True  # whether a rewind to a place in it, or a bit before, is to compute nothing again
+    media: tuple[Spans, ...] = ()  # pictures of each row, see `Row`; none at all where no row has any
     extras: Extras = field(default_factory=dict, repr=False, compare=False)  # type: ignore[assignment]
     _cached: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -102,6 +104,14 @@ class Step:
         """int64 [R, T]; a padding token has the position that it would have."""
         return self.starts_t.to(self.device)[:, None] + torch.arange(self.width, device=self.device)
 
+    @cached_property
+    def axis_positions(self) -> Tensor | None:
+        """int64 [3, R, T]: positions on the axes of a rope that has several; None where all are `positions`."""
+        if not any(span.media.positions is not None for spans in self.media for span in spans):
+            return None
+        rows = [axis_positions(spans, start, start + self.width) for spans, start in zip(self.media, self.starts)]
+        return torch.stack(rows, dim=1).to(self.device)
+
     def packed(self, x: Tensor) -> Tensor:
         """`[R, T, ..]` without its padding, `[N, ..]`; a view where there is none."""
         return x.flatten(0, 1) if self.uniform else x.flatten(0, 1)[self._places]
@@ -115,7 +125,13 @@ class Step:
     def with_idle_row(self) -> Step:
         """The same with one row more, which brings no tokens."""
         starts, counts, lengths = ((*numbers, 0) for numbers in (self.starts, self.counts, self.rope_lengths))
-        return Step(starts, counts, self.device, lengths, self.speculative, self.chunk, self.rewindable)
+        media = (*self.media, ()) if self.media else ()
+        return Step(starts, counts, self.device, lengths, self.speculative, self.chunk, self.rewindable, media)
+
+    def part(self, starts: tuple[int, ...], counts: tuple[int, ...]) -> Step:
+        """A step of the same rows over other tokens of theirs."""
+        lengths = self.rope_lengths
+        return Step(starts, counts, self.device, lengths, self.speculative, self.chunk, self.rewindable, self.media)
 
     def cached(self, key: Hashable, build: Callable[[], Built]) -> Built:
         """`build()`, done once in the step for each key: rope tables, masks, index tensors shared by the layers."""
@@ -133,8 +149,7 @@ class Step:
         for offset in range(0, self.width, self.chunk):
             starts = tuple(start + min(offset, count) for start, count in zip(self.starts, self.counts))
             counts = tuple(min(max(count - offset, 0), self.chunk) for count in self.counts)
-            lengths = self.rope_lengths
-            yield offset, Step(starts, counts, self.device, lengths, self.speculative, self.chunk, self.rewindable)
+            yield offset, self.part(starts, counts)
 
 
 @dataclass(frozen=True, kw_only=True)

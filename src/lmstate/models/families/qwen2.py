@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from lmstate.checkpoints.config import Config
@@ -10,7 +11,7 @@ from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families import builders as b
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.mlp import FeedForward
-from lmstate.models.layers.rope import make_rope
+from lmstate.models.layers.rope import make_rope, position_axes
 from lmstate.models.model import Model
 
 QWEN2 = {**b.LLAMA, **b.UNWINDOWED, "vocab_size": 151_936, "intermediate_size": 22_016, "max_window_layers": 28}
@@ -48,6 +49,8 @@ DEFAULTS: b.Defaults = {
 def build(w: WeightLoader) -> Model:
     config, shape = w.config, b.Dims.of(w.config)
     rope, window = make_rope(config, shape.head_dim).to(w.device), _windows(config, shape.layers)
+    if config.str("model_type") in ("qwen2_vl_text", "qwen2_5_vl_text"):
+        rope = replace(rope, axes=position_axes(config, len(rope.frequencies), (16, 24, 24)))
 
     def mixer(index: int, prefix: str) -> Mixer:
         return b.attention(w, prefix, shape, rope, window=window[index] if index < shape.layers else None)

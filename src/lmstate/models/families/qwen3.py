@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families import builders as b
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.mlp import FeedForward
-from lmstate.models.layers.rope import make_rope
+from lmstate.models.layers.rope import make_rope, position_axes
 from lmstate.models.model import Model
 
 DEFAULTS: b.Defaults = {
@@ -51,6 +53,8 @@ def build(w: WeightLoader) -> Model:
     config, shape = w.config, b.Dims.of(w.config)
     rope, window = make_rope(config, shape.head_dim).to(w.device), b.layer_windows(config, shape.layers)
     family = config.str("model_type")
+    if family in ("qwen3_vl_text", "qwen3_vl_moe_text"):
+        rope = replace(rope, axes=position_axes(config, len(rope.frequencies), (24, 20, 20), interleaved=True))
     if family == "qwen3_moe":  # its config may name layers, which its published code does not ask
         window = [b.config_window(config, switch=True)] * shape.layers
     elif family == "qwen3_vl_moe_text":

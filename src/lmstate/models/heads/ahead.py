@@ -13,6 +13,7 @@ from lmstate.ops import Norm
 from lmstate.speculation.heads_drafter import AheadDraft
 from lmstate.state import LayerState, State, Step
 from lmstate.state.layers.delayed import DelayedState
+from lmstate.state.media import Spans
 
 DOUBTFUL = 0.05  # a batch whose drafts are all no more probable than this drafts no further
 
@@ -60,7 +61,8 @@ def draft_ahead(
         ready = lengths[row] and not state.rewind_cost(row, lengths[row])
         room = [limit - lengths[row] for limit in (layout.capacity, layout.max_positions) if limit is not None]
         counts[row] = max(0, min([depth, *room])) if ready else 0
-    drafted = _Drafted(last, lengths, counts, layout.device)
+    media = tuple(() if row in state.removed else state.media(row) for row in range(state.rows))
+    drafted = _Drafted(last, lengths, counts, layout.device, media)
     if not any(counts):
         return drafted.drafts()
     _chain(heads[0], caches[0], drafted) if len(heads) == 1 else _each(heads, caches, drafted)
@@ -71,9 +73,14 @@ class _Drafted:
     """Tokens of the rows behind what their state holds: the next one, and those drafted after it."""
 
     def __init__(
-        self, last: Mapping[int, int], lengths: Sequence[int], counts: Sequence[int], device: torch.device
+        self,
+        last: Mapping[int, int],
+        lengths: Sequence[int],
+        counts: Sequence[int],
+        device: torch.device,
+        media: tuple[Spans, ...],
     ) -> None:
-        self.lengths, self.counts, self.device = lengths, counts, device
+        self.lengths, self.counts, self.device, self.media = lengths, counts, device, media
         self.rows = list(last)
         self.tokens = torch.zeros(len(lengths), 1, dtype=torch.int64, device=device)  # [R, 1 + drafted so far]
         for row, token in last.items():
@@ -86,7 +93,7 @@ class _Drafted:
         starts = tuple(length + min(first, count) for length, count in zip(self.lengths, self.counts))
         counts = tuple(max(0, min(stop, count) - first) for count in self.counts)
         ends = tuple(start + count for start, count in zip(starts, counts))
-        return Step(starts, counts, self.device, ends, speculative=True)
+        return Step(starts, counts, self.device, ends, speculative=True, media=self.media)
 
     def append(self, logits: Tensor) -> bool:
         """The most likely next tokens, of logits `[R, V]`; returns whether to go on."""

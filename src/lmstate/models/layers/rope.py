@@ -28,7 +28,8 @@ class Rope:
     `frequencies` float32 `[rot / 2]` in radians a token. Two kinds depend on the length of the text: past
     `original_max_positions` theirs are `long_frequencies(length)`, and `frequency_key` tells lengths apart that rotate
     differently. `scale` multiplies cosines and sines (yarn and longrope call it the attention factor); past
-    `original_max_positions` that is `long_scale` where there is one.
+    `original_max_positions` that is `long_scale` where there is one. `axes`: for each frequency, the axis of a
+    picture's positions (time, height, width) that it turns by; None where positions have one axis (M-RoPE, 2409.12191).
     """
 
     frequencies: Tensor
@@ -38,6 +39,7 @@ class Rope:
     long_frequencies: Callable[[int], Tensor] | None = field(default=None, repr=False)
     continuous: bool = False  # `long_frequencies` differs from each length to the next
     long_scale: float | None = None
+    axes: tuple[int, ...] | None = None
 
     def frequency_key(self, length: int) -> int:
         """A number that two lengths share if the frequencies are the same for both."""
@@ -61,6 +63,8 @@ class Rope:
         """
         if self.original_max_positions is not None or isinstance(step, DeviceStep) or step.longest > TABLED:
             return self.rotation(step)
+        if self.axes is not None and step.axis_positions is not None:
+            return self.rotation(step)
         # The same ones in all of a step: another thread may have dropped them meanwhile.
         return step.cached((self, "all positions"), lambda: self._tabled(step))
 
@@ -75,7 +79,7 @@ class Rope:
                 if piece not in filled:
                     first = piece * PIECE
                     positions = torch.arange(first, first + PIECE, device=tables.cos.device)
-                    turned = self._turned(positions, self.frequencies, self.scale)
+                    turned = self._turned(positions[:, None], self.frequencies, self.scale)
                     tables.cos[first : first + PIECE], tables.sin[first : first + PIECE] = turned.cos, turned.sin
                     filled.add(piece)
         return tables
@@ -93,11 +97,14 @@ class Rope:
             if self.long_scale is not None:
                 scales = [self.long_scale if self.frequency_key(length) else self.scale for length in step.rope_lengths]
                 scale = torch.tensor(scales, dtype=torch.float32, device=frequencies.device)[:, None, None]
-        return self._turned(step.positions, frequencies, scale)
+        if self.axes is None or step.media == () or step.axis_positions is None:
+            return self._turned(step.positions[..., None], frequencies, scale)
+        positions = step.axis_positions[list(self.axes)].movedim(0, -1).contiguous()  # [R, T, rot / 2]
+        return self._turned(positions, frequencies, scale)
 
     def _turned(self, positions: Tensor, frequencies: Tensor, scale: float | Tensor) -> ops.RopeTables:
-        """Tables `[.., rot / 2]` of positions `[..]`."""
-        angles = positions[..., None].float() * frequencies
+        """Tables `[.., rot / 2]` of positions `[.., 1]`, or of one for each frequency."""
+        angles = positions.float() * frequencies
         cos, sin = angles.cos(), angles.sin()
         if isinstance(scale, Tensor) or scale != 1.0:
             cos, sin = cos * scale, sin * scale
@@ -220,6 +227,22 @@ def make_rope(
     raise ModelError(
         f"rope type {name!r} is not known; known are default, linear, dynamic, llama3, yarn, longrope, proportional"
     )
+
+
+def position_axes(
+    config: Config, pairs: int, default: tuple[int, ...], *, interleaved: bool = False
+) -> tuple[int, ...] | None:
+    """For each of a rope's `pairs` of features, the axis that turns it: in sections, or by turns as long as each lasts.
+
+    `default`: pairs of each axis where the config does not say. None where they are not as many as there are.
+    """
+    sections = rope_fields(config).ints("mrope_section", len(default), default=default)
+    if sum(sections) != pairs:
+        return None
+    if not interleaved:
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    turns = ((pair, pair % len(sections)) for pair in range(pairs))
+    return tuple(axis if pair < len(sections) * sections[axis] else 0 for pair, axis in turns)
 
 
 def ropes_by_kind(

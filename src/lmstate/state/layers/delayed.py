@@ -36,7 +36,7 @@ class DelayedState(CompositeState):
         def make() -> Step:
             starts = tuple(map(self._length, step.starts))
             counts = tuple(self._length(end) - start for start, end in zip(starts, step.ends))
-            return Step(starts, counts, step.device, step.rope_lengths, step.speculative, step.chunk)
+            return step.part(starts, counts)
 
         return step.cached(("delayed", self.delay), make)
 

@@ -569,7 +569,7 @@ def _scanned(scan: Scan, carry: Carry, unscanned: Inputs) -> Carry:
 
 def _prefix(step: Step, counts: tuple[int, ...]) -> Step:
     """A step of the first tokens of each row alone."""
-    return Step(step.starts, counts, step.device, step.rope_lengths)
+    return Step(step.starts, counts, step.device, step.rope_lengths, media=step.media)
 
 
 def _cuts(step: Step, ends: Sequence[int], period: int) -> list[tuple[list[int], list[int | None]]]:

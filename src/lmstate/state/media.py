@@ -1,0 +1,233 @@
+"""Pictures in a row: runs of positions that have embeddings of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmstate.errors import SnapshotError, StateError
+from lmstate.state.validate import whole_number
+
+AXES = 3  # of positions: time, height, width
+FARTHEST = 2**31  # a position on an axis lies below
+
+
+@dataclass(frozen=True)
+class Media:
+    """A picture as the text model sees it: N vectors of the stream, in place of the embeddings of N tokens.
+
+    Made by `Media.of`. A value: nothing changes its tensors, and states, forks and snapshots share them. `hash` is the
+    SHA-256 of all of it, so that two of the same hash are the same to a model. `token` is the id that stands at each of
+    its positions. `embeddings` float32 `[N, E]` are as they enter the first block; None where they were let go.
+    `positions` int64 `[3, N]` are those of the rope's axes (time, height, width), counted from its first token; None
+    where a picture has positions as a text has.
+    """
+
+    hash: str
+    token: int
+    count: int
+    embeddings: Tensor | None = field(compare=False, repr=False)
+    positions: Tensor | None = field(default=None, compare=False, repr=False)
+
+    @staticmethod
+    def of(embeddings: Tensor, token: int, positions: Tensor | None = None) -> Media:
+        """A picture of these embeddings `[N, E]`. Raises `StateError` for what is none."""
+        if not isinstance(embeddings, Tensor) or embeddings.ndim != 2 or not embeddings.is_floating_point():
+            raise StateError(f"embeddings are {_shown(embeddings)}; those of a picture are float32 [N, E]")
+        if not embeddings.numel():
+            raise StateError(f"embeddings are {_shown(embeddings)}; a picture has at least one position")
+        embeddings, token = embeddings.float(), whole_number(token, "a token id")
+        _check_positions(positions, len(embeddings))
+        return Media(_digest(embeddings, token, positions), token, len(embeddings), embeddings, positions)
+
+    @cached_property
+    def extent(self) -> int:
+        """Number of positions that the text behind it stands farther on for it."""
+        return self.count if self.positions is None else int(self.positions.max()) + 1
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(each for each in (self.embeddings, self.positions) if each is not None)
+
+    def without_embeddings(self) -> Media:
+        return replace(self, embeddings=None)
+
+    def __deepcopy__(self, memo: object) -> Media:
+        return self
+
+
+@dataclass(frozen=True)
+class MediaSpan:
+    """A picture at its place in a row."""
+
+    at: int
+    media: Media
+
+    @property
+    def end(self) -> int:
+        """The position behind its last one."""
+        return self.at + self.media.count
+
+
+Spans = tuple[MediaSpan, ...]
+
+
+def within(spans: Spans, start: int, stop: int) -> Spans:
+    """Pictures of which some position lies in `start .. stop - 1`."""
+    return tuple(span for span in spans if span.at < stop and start < span.end)
+
+
+def overlaid(x: Tensor, media: Sequence[Spans], starts: Sequence[int], ends: Sequence[int]) -> Tensor:
+    """The stream x `[R, T, E]` of rows from `starts` to `ends`, with the embeddings of pictures where they stand."""
+    out = x
+    for row, spans in enumerate(media):
+        start, stop = starts[row], ends[row]
+        for span in within(spans, start, stop):
+            assert span.media.embeddings is not None  # a state plans no step without them
+            first, last = max(start, span.at), min(stop, span.end)
+            out = x.clone() if out is x else out
+            out[row, first - start : last - start] = span.media.embeddings[first - span.at : last - span.at].to(x)
+    return out
+
+
+def axis_positions(spans: Spans, start: int, stop: int) -> Tensor:
+    """Positions on the axes of a row's tokens `start .. stop - 1`: int64 `[3, n]`, all the same outside of pictures."""
+    out, shift = torch.arange(start, stop).repeat(AXES, 1), 0
+    for span in spans:
+        if span.media.positions is None or span.at >= stop:
+            continue
+        first, last = max(start, span.at), min(stop, span.end)
+        if first < last:
+            own = span.media.positions[:, first - span.at : last - span.at]
+            out[:, first - start : last - start] = own + (span.at - shift)
+        shift += span.media.count - span.media.extent
+        if span.end < stop:
+            behind = max(start, span.end)
+            out[:, behind - start :] = torch.arange(behind, stop) - shift
+    return out
+
+
+def identities(tokens: Sequence[int], spans: Spans) -> list[int]:
+    """The tokens of a row, with a number of the picture's own, above any id, at each position of one.
+
+    The number of a position depends on the picture's hash and on the place in it: as many as a picture has positions
+    must agree for another one to be taken for it.
+    """
+    ids = list(tokens)
+    for span in within(spans, 0, len(ids)):
+        for at in range(span.at, min(span.end, len(ids))):
+            digest = hashlib.sha256(f"{span.media.hash} {at - span.at}".encode()).digest()
+            ids[at] = 2**62 | int.from_bytes(digest[:8], "big") >> 2
+    return ids
+
+
+def refusal(spans: Spans, tokens: Sequence[int], vocab_size: int, width: int, axes: bool) -> str | None:
+    """Reason that pictures cannot stand in a row of these tokens; None if they can.
+
+    `width`: E of the model. `axes`: whether its rope has several.
+    """
+    behind = 0
+    for span in sorted(spans, key=lambda span: span.at):
+        media, where = span.media, f"a picture of {span.media.count} positions at {span.at}"
+        if span.at < behind:
+            return f"{where} begins before the one in front of it ends, at {behind}"
+        behind = span.end
+        if not 0 <= media.token < vocab_size:
+            return f"{where} has the token id {media.token}; this model's ids are 0 to {vocab_size - 1}"
+        if media.embeddings is not None and media.embeddings.shape[-1] != width:
+            return f"{where} has embeddings {list(media.embeddings.shape)}; this model's are as wide as {width}"
+        if media.positions is not None and not axes:
+            return f"{where} has positions of {AXES} axes; this model's rope has one"
+        if (wrong := misplaced((span,), 0, tokens)) is not None:
+            return wrong
+    return None
+
+
+def misplaced(spans: Spans, start: int, ids: Sequence[int]) -> str | None:
+    """Reason that `ids`, the tokens of a row from `start` on, do not fit its pictures; None if they do."""
+    for span in within(spans, start, start + len(ids)):
+        for at in range(max(start, span.at), min(start + len(ids), span.end)):
+            if ids[at - start] != span.media.token:
+                return (
+                    f"the token at {at} is {ids[at - start]}, and a picture of {span.media.count} positions stands at "
+                    f"{span.at}: each of its tokens is {span.media.token}; to put another text there, rewind to "
+                    f"{span.at} first"
+                )
+    return None
+
+
+def held_tensors(media: Iterable[Spans]) -> dict[int, int]:
+    """Bytes of each tensor of pictures, by where it lies."""
+    return {each.data_ptr(): each.nbytes for spans in media for span in spans for each in span.media.tensors}
+
+
+def span_tensors(spans: Spans) -> dict[str, Tensor]:
+    """The tensors of pictures by the names that files give them."""
+    parts = ((f"media.{i}", span.media) for i, span in enumerate(spans))
+    pairs = ((f"{name}.{part}", getattr(media, part)) for name, media in parts for part in ("embeddings", "positions"))
+    return {name: tensor for name, tensor in pairs if tensor is not None}
+
+
+def span_record(spans: Spans) -> list[list[Any]]:
+    """The rest of pictures for a file: position, token id, number of positions and hash of each."""
+    return [[span.at, span.media.token, span.media.count, span.media.hash] for span in spans]
+
+
+def read_spans(where: object, record: Any, tensors: dict[str, Tensor]) -> Spans:
+    """Pictures of a file, whose tensors are taken out of `tensors`. Raises `SnapshotError` for damaged ones."""
+    if isinstance(record, str):
+        try:
+            record = json.loads(record)
+        except (ValueError, RecursionError):
+            record = None
+    spans = []
+    for index, each in enumerate(record if isinstance(record, list) else [None]):
+        kinds = tuple(map(type, each)) if isinstance(each, list) else ()
+        if kinds != (int, int, int, str) or min(each[:3]) < 0 or max(each[:3]) >= FARTHEST or not each[2]:
+            raise SnapshotError(f"{where} is damaged: what it says of its pictures is none")
+        at, token, count, known = each
+        embeddings = tensors.pop(f"media.{index}.embeddings", None)
+        positions = tensors.pop(f"media.{index}.positions", None)
+        spans.append(MediaSpan(at, _read(where, Media(known, token, count, embeddings, positions))))
+    return tuple(spans)
+
+
+def _read(where: object, media: Media) -> Media:
+    """A picture of a file, checked. Without embeddings its hash cannot be, and is believed."""
+    try:
+        _check_positions(media.positions, media.count)
+        made = media if media.embeddings is None else Media.of(media.embeddings, media.token, media.positions)
+    except StateError as error:
+        raise SnapshotError(f"{where} is damaged: {error}") from None
+    if made != media:
+        raise SnapshotError(f"{where} is damaged: a picture in it is not the one of its hash")
+    return media
+
+
+def _check_positions(positions: Tensor | None, count: int) -> None:
+    if positions is None:
+        return
+    expected = (AXES, count)
+    if not isinstance(positions, Tensor) or positions.dtype != torch.int64 or positions.shape != expected:
+        raise StateError(f"positions are {_shown(positions)}; those of this picture are int64 {list(expected)}")
+    if int(positions.min()) < 0 or int(positions.max()) >= FARTHEST:
+        raise StateError(f"positions of a picture are numbers from 0 to {FARTHEST - 1}")
+
+
+def _digest(embeddings: Tensor, token: int, positions: Tensor | None) -> str:
+    digest = hashlib.sha256(f"{token} {list(embeddings.shape)} {positions is not None}\n".encode())
+    for tensor in (embeddings, positions):
+        if tensor is not None:
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _shown(value: object) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"

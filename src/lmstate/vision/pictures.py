@@ -1,0 +1,51 @@
+"""Pictures from files that nobody vouches for: read by Pillow, within limits."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from typing import TYPE_CHECKING
+
+from lmstate.errors import StateError, UnsupportedError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+MOST_BYTES = 2**25  # of a file
+MOST_PIXELS = 2**26  # of a picture
+MOST_RATIO = 100  # of its sides: processors scale the short one up
+
+
+def read_picture(data: bytes) -> Image:
+    """A picture in RGB, turned as its camera says; of several frames the first.
+
+    Raises `StateError` for a file that is too large, cut short, or none of `FORMATS`: its size is checked before
+    anything is unpacked.
+    """
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise UnsupportedError("pictures need transformers and pillow: pip install 'lmstate[vision]'") from error
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise StateError(f"a picture is {data!r:.80}; give the bytes of a file")
+    if len(data) > MOST_BYTES:
+        raise StateError(f"a picture has {len(data)} bytes; it may have {MOST_BYTES}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            width, height = image.size
+            if width * height > MOST_PIXELS:
+                raise StateError(f"a picture has {width} x {height} pixels; it may have {MOST_PIXELS}")
+            if max(width, height) > MOST_RATIO * min(width, height):
+                raise StateError(f"a picture has {width} x {height} pixels; a side may be {MOST_RATIO} times the other")
+            image.load()
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except StateError:
+        raise
+    # Parsers of damaged files raise whatever they come upon.
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise StateError(f"a picture has more pixels than may be: {error}") from None
+    except Exception as error:
+        raise StateError(f"a picture is damaged, or none of {', '.join(FORMATS)}: {str(error)[:120]}") from error

@@ -1,0 +1,109 @@
+"""Conversations with pictures, as the tokens and the pictures that go into a state."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lmstate.errors import ModelError, StateError, UnsupportedError
+from lmstate.state.media import MediaSpan
+from lmstate.vision.pictures import read_picture
+from lmstate.vision.tower import Tower
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from lmstate.state import State
+    from lmstate.text.tokenizer import Tokenizer
+
+MOST_PICTURES = 64  # of a conversation
+
+
+@dataclass(frozen=True)
+class PicturePrompt:
+    """The tokens of a conversation, and its pictures where they stand among them."""
+
+    tokens: list[int]
+    media: tuple[MediaSpan, ...]
+
+    def place(self, state: State, row: int = 0) -> None:
+        """Announce its pictures behind the tokens of a row, which `tokens` are then fed to."""
+        start = state.lengths[row]
+        for span in self.media:
+            state.place(row, start + span.at, span.media)
+
+
+class PictureReader:
+    """The tower, the processor and the tokenizer of a checkpoint that sees."""
+
+    def __init__(self, tower: Tower, processor: Any, tokenizer: Tokenizer) -> None:
+        self.tower, self.processor, self.tokenizer = tower, processor, tokenizer
+
+    @staticmethod
+    def open(path: Path, tokenizer: Tokenizer, device: Any = "cpu") -> PictureReader:
+        """Raises what `Tower.open` does, and `ModelError` where transformers cannot read the processor's files."""
+        tower = Tower.open(path, device)
+        from transformers import AutoProcessor
+
+        try:
+            processor = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+            raise ModelError(f"transformers cannot read the processor of {path}: {str(error)[:200]}") from error
+        if getattr(processor, "image_processor", None) is None or not isinstance(processor.image_token, str):
+            raise UnsupportedError(f"the processor of {path} makes no tokens of pictures")
+        return PictureReader(tower, processor, tokenizer)
+
+    def encode(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> PicturePrompt:
+        """The prompt of a conversation, in whose messages a picture is `{"type": "image", "image": bytes}`.
+
+        `variables`: as of `Tokenizer.chat_text`. Raises `StateError` for pictures that cannot be read, `ModelError`
+        where the template does not take them.
+        """
+        pictures = [*_pictures(messages)]
+        if len(pictures) > MOST_PICTURES:
+            raise StateError(f"the conversation has {len(pictures)} pictures; it may have {MOST_PICTURES}")
+        control = self.tokenizer.control_tokens()
+        text = self.tokenizer.chat_text(control.hide(_without_bytes(messages)), **variables)
+        mark: str = self.processor.image_token
+        if (count := text.count(mark)) != len(pictures):
+            raise ModelError(
+                f"the chat template has {count} places {mark!r} for {len(pictures)} pictures: it takes none in some "
+                "message, or a message has that text"
+            )
+        if not pictures:
+            return PicturePrompt(self.tokenizer.encode_rendered(text, control), ())
+        try:
+            inputs = self.processor.image_processor(images=pictures, return_tensors="pt")
+            places = iter([self.processor.replace_image_token(inputs, index) for index in range(count)])
+        except (ValueError, TypeError, KeyError) as error:
+            raise StateError(f"the model's processor does not take a picture: {str(error)[:200]}") from error
+        tokens = self.tokenizer.encode_rendered(re.sub(re.escape(mark), lambda _: next(places), text), control)
+        return PicturePrompt(tokens, self.tower.media(inputs, tokens))
+
+
+def _parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            yield from (part for part in content if isinstance(part, Mapping))
+
+
+def _pictures(messages: Sequence[Mapping[str, Any]]) -> Iterator[Image]:
+    return (read_picture(part.get("image")) for part in _parts(messages) if part.get("type") == "image")  # type: ignore[arg-type]
+
+
+def _without_bytes(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as a template sees them: it needs to know where a picture is, not which."""
+    plain = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            content = [
+                {"type": "image"} if isinstance(part, Mapping) and part.get("type") == "image" else part
+                for part in content
+            ]
+        plain.append({**message, "content": content})
+    return plain

@@ -1,0 +1,152 @@
+"""The vision tower of a checkpoint: transformers' own class, without the text model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lmstate.errors import ModelError, StateError, UnsupportedError
+from lmstate.state.media import Media, MediaSpan
+from lmstate.vision.families import FAMILIES, Tile
+
+if TYPE_CHECKING:
+    from torch import nn
+
+KEPT_BYTES = 2**28  # of embeddings of pictures that were seen before
+# Parameters of the text model, which is left out.
+TEXT = ("model.language_model.", "model.text_model.", "lm_head.")
+
+
+class Tower:
+    """Makes embeddings of pictures. `features` is transformers' `get_image_features`, `placeholder` the id in a text.
+
+    A picture that it has seen is found again by a hash of its pixels, and costs nothing: of such embeddings it keeps
+    the latest, `KEPT_BYTES` of them.
+    """
+
+    def __init__(self, family: str, module: nn.Module, config: Any, device: torch.device) -> None:
+        self.family, self.module, self.config, self.device = family, module, config, device
+        self.placeholder = int(config.image_token_id)
+        self.runs = 0  # tiles that the tower was run for
+        self._kept: OrderedDict[str, Tensor] = OrderedDict()
+
+    @staticmethod
+    def open(path: Path, device: torch.device | str = "cpu") -> Tower:
+        """The tower of a checkpoint folder, in float32. No code of the folder runs, and only safetensors are read.
+
+        Raises `UnsupportedError` for a family whose pictures lmstate does not read, and without the extra
+        `lmstate[vision]`; `ModelError` where weights are missing.
+        """
+        try:
+            from transformers import AutoConfig, AutoModelForImageTextToText
+        except ImportError as error:
+            raise UnsupportedError("pictures need transformers and pillow: pip install 'lmstate[vision]'") from error
+        if not (path / "config.json").is_file():
+            raise UnsupportedError(f"{path} is no checkpoint folder; lmstate reads the vision towers of folders alone")
+        try:
+            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ModelError(f"transformers cannot read the config of {path}: {str(error)[:200]}") from error
+        family = config.model_type
+        if family not in FAMILIES:
+            raise UnsupportedError(
+                f"pictures are not read by models of the family {family!r}; they are by {', '.join(sorted(FAMILIES))}"
+            )
+        _without_text(config)
+        try:
+            with _quiet():
+                whole, report = AutoModelForImageTextToText.from_pretrained(
+                    path, config=config, dtype=torch.float32, local_files_only=True, trust_remote_code=False,
+                    use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True,
+                )  # fmt: skip
+        except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+            raise ModelError(f"transformers cannot load the vision tower of {path}: {str(error)[:200]}") from error
+        named = [*report["missing_keys"], *(str(each[0]) for each in report["mismatched_keys"])]
+        if bad := sorted(name for name in named if not name.startswith(TEXT)):
+            raise ModelError(
+                f"{path} lacks {len(bad)} tensors of its vision tower, or has them of other shapes: {bad[0]}"
+            )
+        seeing = whole.model
+        for name in ("language_model", "text_model"):
+            if name in dict(seeing.named_children()):
+                delattr(seeing, name)
+        return Tower(family, seeing.to(device).eval().requires_grad_(False), config, torch.device(device))
+
+    def media(self, inputs: Mapping[str, Tensor], ids: Sequence[int]) -> tuple[MediaSpan, ...]:
+        """Where the pictures stand in the tokens of a text, in which placeholders hold their places.
+
+        inputs: what transformers' image processor made of them (`pixel_values` and what is beside). Raises `StateError`
+        where the text has other places than they take.
+        """
+        seen = [(self.embed(tile), tile.positions) for tile in FAMILIES[self.family](inputs, self.config)]
+        places = [at for at, token in enumerate(ids) if token == self.placeholder]
+        if (count := sum(len(embeddings) for embeddings, _ in seen)) != len(places):
+            raise StateError(
+                f"the pictures take {count} places, and the text has {len(places)} tokens {self.placeholder} for them"
+            )
+        spans = []
+        for embeddings, positions in seen:
+            own, places = places[: len(embeddings)], places[len(embeddings) :]
+            cuts = [0, *(i for i in range(1, len(own)) if own[i] != own[i - 1] + 1), len(own)]
+            if positions is not None and len(cuts) > 2:
+                raise StateError(f"the places of the picture at {own[0]} do not follow each other")
+            for start, stop in pairwise(cuts):
+                spans.append(MediaSpan(own[start], Media.of(embeddings[start:stop], self.placeholder, positions)))
+        return tuple(spans)
+
+    def embed(self, tile: Tile) -> Tensor:
+        """Embeddings of one tile, float32 `[N, E]`."""
+        key = _digest(tile.inputs)
+        if (known := self._kept.get(key)) is not None:
+            self._kept.move_to_end(key)
+            return known
+        with torch.inference_mode(False), torch.no_grad():
+            inputs = {name: value.to(self.device) for name, value in tile.inputs.items()}
+            found = self.module.get_image_features(**inputs, return_dict=True).pooler_output
+        self.runs += 1
+        embeddings = torch.cat([*found]).float().flatten(0, -2).clone()
+        self._kept[key] = embeddings
+        while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > KEPT_BYTES:
+            self._kept.popitem(last=False)
+        return embeddings
+
+
+def _without_text(config: Any) -> None:
+    """Have transformers make no text model: one of no layers and no words."""
+    text = config.text_config
+    text.layer_types = []
+    text.num_hidden_layers = 0
+    text.vocab_size, text.pad_token_id = 1, None
+    config.pad_token_id = None
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+
+
+def _digest(inputs: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(inputs):
+        value = inputs[name].detach().cpu().contiguous()
+        digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' report of the text model's tensors, which nobody asked for."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

@@ -1,0 +1,166 @@
+"""Pictures through transformers' towers: the logits of transformers, at every cut of the text."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lmstate
+from lmstate.checkpoints.loader import WeightLoader
+from lmstate.checkpoints.open import open_source
+from lmstate.models.families import build
+from lmstate.vision import Tower
+from tests.zoo import randomize
+from tests.zoo import text as words
+
+IMAGE = 98
+TEXT: dict[str, Any] = {
+    "vocab_size": 99, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+SEEING = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 4}
+AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [1, 1, 2]}}
+SIZES = [(4, 6), (8, 4), (2, 2)]  # rows and columns of patches, of pictures of several sizes
+
+
+def config(name: str) -> Any:
+    import transformers as t
+
+    if name == "llava":
+        seeing = t.CLIPVisionConfig(**SEEING, image_size=16)
+        return t.LlavaConfig(vision_config=seeing, text_config=t.LlamaConfig(**TEXT), image_token_id=IMAGE)
+    if name == "internvl":
+        seeing = t.InternVLVisionConfig(**{**SEEING, "patch_size": [4, 4]}, image_size=[16, 16])
+        return t.InternVLConfig(vision_config=seeing, text_config=t.Qwen2Config(**TEXT), image_token_id=IMAGE)
+    if name in ("idefics3", "smolvlm"):
+        kind = "Idefics3" if name == "idefics3" else "SmolVLM"
+        seeing = getattr(t, f"{kind}VisionConfig")(**SEEING, image_size=16)
+        return getattr(t, f"{kind}Config")(
+            vision_config=seeing, text_config=t.LlamaConfig(**TEXT), image_token_id=IMAGE, scale_factor=2
+        )
+    if name == "qwen2_vl":
+        seeing = t.models.qwen2_vl.configuration_qwen2_vl.Qwen2VLVisionConfig(
+            depth=2, embed_dim=32, hidden_size=48, num_heads=4, patch_size=4, mlp_ratio=2
+        )
+        text = t.models.qwen2_vl.configuration_qwen2_vl.Qwen2VLTextConfig(**TEXT, **AXES)
+        return t.Qwen2VLConfig(vision_config=seeing.to_dict(), text_config=text.to_dict(), image_token_id=IMAGE)
+    seeing = t.models.qwen2_5_vl.configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig(
+        depth=2, hidden_size=32, intermediate_size=40, num_heads=4, patch_size=4, out_hidden_size=48, window_size=16,
+        fullatt_block_indexes=[1],
+    )  # fmt: skip
+    text = t.models.qwen2_5_vl.configuration_qwen2_5_vl.Qwen2_5_VLTextConfig(**TEXT, **AXES)
+    return t.Qwen2_5_VLConfig(vision_config=seeing.to_dict(), text_config=text.to_dict(), image_token_id=IMAGE)
+
+
+def pictures(name: str) -> tuple[dict[str, Tensor], list[int]]:
+    """Random pixels of three pictures as the family's processor gives them, and the positions that each takes."""
+    generator = torch.Generator().manual_seed(3)
+    if name.startswith("qwen"):
+        grid = torch.tensor([[1, *size] for size in SIZES])
+        pixels = torch.randn(int(grid.prod(-1).sum()), 3 * 2 * 4 * 4, generator=generator)
+        return {"pixel_values": pixels, "image_grid_thw": grid}, [int(each.prod()) // 4 for each in grid]
+    pixels = torch.randn(3, 3, 16, 16, generator=generator)
+    if name in ("idefics3", "smolvlm"):
+        mask = torch.ones(1, 3, 16, 16, dtype=torch.bool)
+        mask[0, 1, 8:] = False
+        return {"pixel_values": pixels[None], "pixel_attention_mask": mask}, [4, 4, 4]
+    return {"pixel_values": pixels}, [16, 16, 16] if name == "llava" else [4, 4, 4]
+
+
+def prompt(counts: list[int], name: str) -> list[int]:
+    """A text that begins and ends with a picture. Rows of tiles have tokens between them where the family has."""
+    first, second, third = counts
+    ids = [IMAGE] * first + words(9)[0].tolist() + [IMAGE] * second + words(5, seed=1)[0].tolist() + [IMAGE] * third
+    if name in ("idefics3", "smolvlm"):
+        ids.insert(first - 2, 5)  # what one tile makes may stand in several places
+    return [token if token == IMAGE or token < IMAGE else 4 for token in ids]
+
+
+@lru_cache(maxsize=1)
+def pair(name: str) -> tuple[Any, lmstate.Model, Tower]:
+    from transformers import AutoModelForImageTextToText
+
+    torch.manual_seed(0)
+    theirs = AutoModelForImageTextToText.from_config(config(name), dtype=torch.float32).eval()
+    randomize(theirs)
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        return theirs, build(WeightLoader(open_source(Path(folder)), "float32")), Tower.open(Path(folder))
+
+
+FAMILIES = ["llava", "internvl", "idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_transformers_at_any_cut(name: str) -> None:
+    theirs, model, tower = pair(name)
+    inputs, counts = pictures(name)
+    ids = prompt(counts, name)
+    types = torch.tensor([[int(token == IMAGE) for token in ids]])
+    beside = {"mm_token_type_ids": types} if name.startswith("qwen") else {}
+    with torch.no_grad():
+        expected = theirs(input_ids=torch.tensor([ids]), **inputs, **beside).logits[0]
+    spans = tower.media(inputs, ids)
+    assert sum(span.media.count for span in spans) == sum(counts)
+
+    def fed(sizes: list[int]) -> Tensor:
+        state, parts, at = model.new_state(), [], 0
+        for span in spans:
+            state.place(0, span.at, span.media)
+        while at < len(ids):
+            size = sizes[len(parts) % len(sizes)]
+            part = model([ids[at : at + size]], state, logits="all")
+            assert part is not None
+            parts.append(part[0])
+            at += size
+        return torch.cat(parts)
+
+    whole = fed([len(ids)])
+    torch.testing.assert_close(whole, expected, atol=1e-4, rtol=1e-4)
+    for sizes in ([1], [3, 7], [20]):
+        assert torch.equal(fed(sizes), whole)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_a_picture_that_was_seen_is_found_again(name: str) -> None:
+    _, _, tower = pair(name)
+    inputs, counts = pictures(name)
+    first = tower.media(inputs, prompt(counts, name))
+    runs = tower.runs
+    again = tower.media(inputs, [3, *prompt(counts, name)])
+    assert tower.runs == runs
+    assert [span.media for span in again] == [span.media for span in first]
+    assert len({span.media.hash for span in first}) == 3
+
+
+def test_places_that_do_not_fit() -> None:
+    _, _, tower = pair("llava")
+    inputs, _ = pictures("llava")
+    with pytest.raises(lmstate.StateError, match="the pictures take 48 places, and the text has 1"):
+        tower.media(inputs, [IMAGE])
+    with pytest.raises(lmstate.StateError, match="pixel_values of the pictures is"):
+        tower.media({"pixel_values": torch.zeros(3)}, [IMAGE])
+
+
+def test_checkpoints_without_a_tower(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    theirs, _, _ = pair("llava")
+    theirs.save_pretrained(tmp_path / "cut")
+    tensors = load_file(tmp_path / "cut" / "model.safetensors")
+    gone = next(name for name in tensors if "projector" in name)
+    del tensors[gone]
+    save_file(tensors, tmp_path / "cut" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(lmstate.ModelError, match="lacks 1 tensors of its vision tower"):
+        Tower.open(tmp_path / "cut")
+    theirs.config.text_config.save_pretrained(tmp_path / "text")
+    with pytest.raises(lmstate.UnsupportedError, match="family 'llama'"):
+        Tower.open(tmp_path / "text")
+    with pytest.raises(lmstate.UnsupportedError, match="no checkpoint folder"):
+        Tower.open(tmp_path / "nothing")
