@@ -82,6 +82,7 @@ def load(
     model.name = str(name)
     model.defaults = defaults
     model.notes = (*opened.source.notes, *opened.source.conversions)
+    model.folder = opened.source.path if opened.source.path.is_dir() else None
     model._tokenizer = tokenizer
     eos = defaults.get("eos_token_id")
     model.eos_ids = frozenset(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos])

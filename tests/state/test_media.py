@@ -199,7 +199,7 @@ def test_where_a_picture_cannot_stand() -> None:
         model.new_state(capacity=20, static=True).place(0, 0, made)
     axes = ours("qwen2_vl")
     with pytest.raises(lmstate.UnsupportedError, match="evicts"):
-        axes.new_state(kv=kv.SinkWindow(4, 20)).place(0, 0, picture(0, 48, 0, axes=True))
+        axes.new_state(kv=kv.Recent(20)).place(0, 0, picture(0, 48, 0, axes=True))
 
 
 def test_a_span_is_dropped_with_its_pictures() -> None:

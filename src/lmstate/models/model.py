@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -44,6 +45,7 @@ from lmstate.state.validate import flag, whole_number
 
 if TYPE_CHECKING:
     from lmstate.text.tokenizer import Tokenizer
+    from lmstate.vision.reader import PicturePrompt, PictureReader
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_ROWS = 2**20  # of a state: more are a slip, and would fill the memory before anything is said
@@ -82,11 +84,13 @@ class Model:
     eos_ids: frozenset[int] = frozenset()
     defaults: dict[str, Any] = field(default_factory=dict)  # sampling that the checkpoint's makers suggest
     notes: tuple[str, ...] = ()  # what was guessed of the checkpoint, and what is held in another storage than its own
+    folder: Path | None = None  # of the checkpoint, where it is one
     _tokenizer: Tokenizer | None = None
     _fingerprint: str | None = None
     on_part: Callable[[int, int], None] | None = field(default=None, init=False)
     """Called with (tokens done, tokens of the step) before each part of a long step, and at its end."""
     _derived: FromBlocks | None = field(default=None, init=False, repr=False)
+    _pictures: PictureReader | None = field(default=None, init=False, repr=False)
 
     def __repr__(self) -> str:
         parts, heads = self.parts, len(self.heads)
@@ -109,6 +113,25 @@ class Model:
                 "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) of transformers makes of other files"
             )
         return self._tokenizer
+
+    def encode(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> PicturePrompt:
+        """A conversation as tokens and pictures: `prompt.place(state, row)`, then feed `prompt.tokens`.
+
+        In a message whose content is a list, a picture is `{"type": "image", "image": bytes}`, the bytes of a PNG,
+        JPEG, WebP or GIF file. The checkpoint's vision tower is loaded with the first one (`lmstate[vision]`).
+        `variables`: as of `Tokenizer.chat_text`, which ends with the beginning of an answer. Raises `StateError` for a
+        picture that is damaged or too large, `UnsupportedError` for a model whose pictures are not read, `ModelError`
+        for a checkpoint or a chat template without what pictures need.
+        """
+        from lmstate.vision.reader import PicturePrompt, PictureReader, has_pictures
+
+        if not has_pictures(messages):
+            return PicturePrompt(self.tokenizer.chat(messages, **variables), ())
+        if self._pictures is None:
+            if self.folder is None:
+                raise UnsupportedError("pictures are read by models of checkpoint folders that lmstate.load opened")
+            self._pictures = PictureReader.open(self.folder, self.tokenizer, self.device)
+        return self._pictures.encode(messages, **variables)
 
     @property
     def start_id(self) -> int | None:

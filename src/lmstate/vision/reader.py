@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,6 @@ from lmstate.vision.pictures import read_picture
 from lmstate.vision.tower import Tower
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from lmstate.state import State
     from lmstate.text.tokenizer import Tokenizer
 
@@ -57,14 +55,10 @@ class PictureReader:
         return PictureReader(tower, processor, tokenizer)
 
     def encode(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> PicturePrompt:
-        """The prompt of a conversation, in whose messages a picture is `{"type": "image", "image": bytes}`.
-
-        `variables`: as of `Tokenizer.chat_text`. Raises `StateError` for pictures that cannot be read, `ModelError`
-        where the template does not take them.
-        """
-        pictures = [*_pictures(messages)]
-        if len(pictures) > MOST_PICTURES:
-            raise StateError(f"the conversation has {len(pictures)} pictures; it may have {MOST_PICTURES}")
+        """See `Model.encode`."""
+        if (count := len(_pictures(messages))) > MOST_PICTURES:
+            raise StateError(f"the conversation has {count} pictures; it may have {MOST_PICTURES}")
+        pictures = [read_picture(content) for content in _pictures(messages)]
         control = self.tokenizer.control_tokens()
         text = self.tokenizer.chat_text(control.hide(_without_bytes(messages)), **variables)
         mark: str = self.processor.image_token
@@ -73,8 +67,6 @@ class PictureReader:
                 f"the chat template has {count} places {mark!r} for {len(pictures)} pictures: it takes none in some "
                 "message, or a message has that text"
             )
-        if not pictures:
-            return PicturePrompt(self.tokenizer.encode_rendered(text, control), ())
         try:
             inputs = self.processor.image_processor(images=pictures, return_tensors="pt")
             places = iter([self.processor.replace_image_token(inputs, index) for index in range(count)])
@@ -84,15 +76,16 @@ class PictureReader:
         return PicturePrompt(tokens, self.tower.media(inputs, tokens))
 
 
-def _parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list | tuple):
-            yield from (part for part in content if isinstance(part, Mapping))
+def has_pictures(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether some message of a conversation has a picture."""
+    return bool(_pictures(messages))
 
 
-def _pictures(messages: Sequence[Mapping[str, Any]]) -> Iterator[Image]:
-    return (read_picture(part.get("image")) for part in _parts(messages) if part.get("type") == "image")  # type: ignore[arg-type]
+def _pictures(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The contents of all pictures, in order."""
+    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
+    parts = (part for content in contents if isinstance(content, list | tuple) for part in content)
+    return [part.get("image") for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
 
 
 def _without_bytes(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

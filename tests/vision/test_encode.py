@@ -1,0 +1,176 @@
+"""Conversations with pictures: transformers' processor as the oracle, and files that nobody vouches for."""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+import zlib
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+import lmstate
+from lmstate.vision.pictures import MOST_BYTES, read_picture
+from tests.serve.byte_tokenizer import END, START, save_tokenizer
+from tests.vision.test_parity import SEEING, TEXT
+from tests.zoo import randomize
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def saved(folder: Path) -> Any:
+    """A small LLaVA with its tokenizer and processor; returns transformers' model."""
+    import transformers as t
+
+    save_tokenizer(folder, ["<image>"], TEMPLATE)
+    inner = t.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), eos_token=END, additional_special_tokens=[START, "<image>"]
+    )
+    inner.chat_template = TEMPLATE
+    side = {"height": 16, "width": 16}
+    pixels = t.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=side)
+    processor = t.LlavaProcessor(
+        pixels, inner, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        chat_template=TEMPLATE,
+    )  # fmt: skip
+    seeing = t.CLIPVisionConfig(**SEEING, image_size=16)
+    words = t.LlamaConfig(**{**TEXT, "vocab_size": 259, "eos_token_id": 257})
+    torch.manual_seed(0)
+    theirs = t.LlavaForConditionalGeneration(
+        t.LlavaConfig(vision_config=seeing, text_config=words, image_token_id=258)
+    ).eval()
+    randomize(theirs)
+    theirs.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return theirs
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, lmstate.Model, Path]:
+    folder = tmp_path_factory.mktemp("llava")
+    return saved(folder), lmstate.load(folder, weights="float32"), folder
+
+
+def png(width: int, height: int, seed: int = 0) -> bytes:
+    content = random.Random(seed).randbytes(width * height * 3)
+    buffer = io.BytesIO()
+    Image.frombytes("RGB", (width, height), content).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def said(*parts: str | bytes) -> list[dict[str, Any]]:
+    """One message of the user, of texts and pictures."""
+    content = [
+        {"type": "image", "image": part} if isinstance(part, bytes) else {"type": "text", "text": part}
+        for part in parts
+    ]
+    return [{"role": "user", "content": content}]
+
+
+def test_a_conversation_is_that_of_the_processor(seeing: tuple[Any, lmstate.Model, Path]) -> None:
+    import transformers as t
+
+    theirs, model, folder = seeing
+    first, second = png(20, 30), png(40, 17, seed=1)
+    messages = said(first, "what is this, and this?", second)
+    prompt = model.encode(messages)
+    processor = t.AutoProcessor.from_pretrained(folder)
+    given = said("", "", "")[0]["content"]
+    given = [
+        {"type": "image", "image": Image.open(io.BytesIO(part["image"]))} if part["type"] == "image" else part
+        for part in messages[0]["content"]
+    ]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": given}], add_generation_prompt=True, tokenize=True, return_dict=True,
+        return_tensors="pt",
+    )  # fmt: skip
+    assert prompt.tokens == inputs["input_ids"][0].tolist()
+    with torch.no_grad():
+        expected = theirs(**inputs).logits[0, -1]
+    state = model.new_state()
+    prompt.place(state)
+    logits = model([prompt.tokens], state)
+    assert logits is not None
+    torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
+    again = model.encode(said("and then?", first))
+    again.place(state)
+    model([again.tokens], state, logits="none")
+    assert [span.media.count for span in state.media(0)] == [16, 16, 16]
+    assert state.media(0)[0].media == state.media(0)[2].media
+
+
+def test_placeholders_in_a_message_are_text(seeing: tuple[Any, lmstate.Model, Path]) -> None:
+    _, model, _ = seeing
+    prompt = model.encode(said("an <image> and", png(20, 20)))
+    assert prompt.tokens.count(258) == 16
+    assert model.encode([{"role": "user", "content": "no <image>"}]).media == ()
+
+
+def test_models_without_pictures_say_so(seeing: tuple[Any, lmstate.Model, Path], tmp_path: Path) -> None:
+    _, model, folder = seeing
+    for file in folder.iterdir():
+        if "processor" not in file.name:
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(lmstate.ModelError, match="processor"):
+        lmstate.load(tmp_path, weights="float32").encode(said(png(20, 20)))
+    with pytest.raises(lmstate.StateError, match="64"):
+        model.encode(said(*[png(8, 8)] * 65))
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def header(width: int, height: int) -> bytes:
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+
+
+def test_hostile_files_are_refused() -> None:
+    whole = png(60, 40)
+    bomb = header(30_000, 30_000) + chunk(b"IDAT", zlib.compress(b"\0" * 2**20)) + chunk(b"IEND", b"")
+    large = header(9_000, 8_000) + chunk(b"IDAT", zlib.compress(b"\0" * 2**20)) + chunk(b"IEND", b"")
+    thin = header(4_000, 2) + chunk(b"IDAT", zlib.compress(b"\0" * 2**15)) + chunk(b"IEND", b"")
+    text = header(8, 8) + chunk(b"zTXt", b"k\0\0" + zlib.compress(b"\0" * 2**26)) + whole[33:]
+    postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"
+    svg = b'<svg xmlns="http://www.w3.org/2000/svg"/>'
+    for bad in (
+        b"",
+        b"GIF89a",
+        whole[:200],
+        whole[:-30],
+        bomb,
+        large,
+        thin,
+        text,
+        postscript,
+        svg,
+        b"\0" * (MOST_BYTES + 1),
+    ):
+        with pytest.raises(lmstate.StateError, match="a picture"):
+            read_picture(bad)
+    with pytest.raises(lmstate.StateError, match="bytes of a file"):
+        read_picture("http://localhost/picture.png")  # type: ignore[arg-type]
+
+
+def test_files_changed_at_random_are_read_or_refused() -> None:
+    luck, kinds = random.Random(0), {}
+    for kind in ("PNG", "JPEG", "WEBP", "GIF"):
+        buffer = io.BytesIO()
+        Image.open(io.BytesIO(png(24, 16))).save(buffer, kind)
+        kinds[kind] = buffer.getvalue()
+        assert read_picture(kinds[kind]).size == (24, 16)
+    for _ in range(300):
+        content = bytearray(luck.choice([*kinds.values()]))
+        for _ in range(luck.randint(1, 6)):
+            content[luck.randrange(len(content))] = luck.randrange(256)
+        with suppress(lmstate.StateError):
+            read_picture(bytes(content)).load()
