@@ -17,7 +17,7 @@ from PIL import Image
 import lmstate
 from lmstate.vision.pictures import MOST_BYTES, read_picture
 from tests.serve.byte_tokenizer import END, START, save_tokenizer
-from tests.vision.test_parity import SEEING, TEXT
+from tests.vision.test_parity import SEEING, TEXT, config
 from tests.zoo import randomize
 
 TEMPLATE = (
@@ -58,6 +58,34 @@ def saved(folder: Path) -> Any:
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, lmstate.Model, Path]:
     folder = tmp_path_factory.mktemp("llava")
     return saved(folder), lmstate.load(folder, weights="float32"), folder
+
+
+def test_pictures_of_several_sizes_with_axes(tmp_path: Path) -> None:
+    import transformers as t
+
+    save_tokenizer(tmp_path, ["<image>"], TEMPLATE)
+    pixels = t.Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024})
+    pixels.save_pretrained(tmp_path)
+    given = config("qwen2_vl")
+    given.text_config.vocab_size, given.image_token_id = 259, 258
+    torch.manual_seed(0)
+    theirs = t.Qwen2VLForConditionalGeneration(given).eval()
+    randomize(theirs)
+    theirs.save_pretrained(tmp_path)
+    model, files = lmstate.load(tmp_path, weights="float32"), [png(30, 20), png(16, 40, seed=1)]
+    prompt = model.encode(said(files[0], "and", files[1]))
+    inputs = pixels(images=[Image.open(io.BytesIO(file)) for file in files], return_tensors="pt")
+    counts = [int(grid.prod()) // 4 for grid in inputs["image_grid_thw"]]
+    assert [span.media.count for span in prompt.media] == counts
+    assert counts[0] != counts[1]
+    types = torch.tensor([[int(token == 258) for token in prompt.tokens]])
+    with torch.no_grad():
+        expected = theirs(input_ids=torch.tensor([prompt.tokens]), mm_token_type_ids=types, **inputs).logits[0, -1]
+    state = model.new_state()
+    prompt.place(state)
+    logits = model([prompt.tokens], state)
+    assert logits is not None
+    torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
 
 
 def png(width: int, height: int, seed: int = 0) -> bytes:

@@ -19,7 +19,7 @@ Inputs = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Tile:
-    """What `get_image_features` of transformers takes for one picture, or a tile of one.
+    """Arguments of transformers' `get_image_features` for one picture, or for a tile of one.
 
     `grid`: frames, rows and columns of its embeddings, where they have positions of several axes.
     """
@@ -77,6 +77,8 @@ def _given(inputs: Inputs, name: str, ndim: int) -> Tensor:
     return value
 
 
+# Whose pictures are one tile each, and stand in a text as one run of places and nothing else.
+UNTILED = frozenset({"llava", "qwen2_5_vl", "qwen2_vl"})
 # model_type of a config -> how its pictures are parted.
 FAMILIES: dict[str, Tiles] = {
     "idefics3": padded_rows,

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmstate.errors import ModelError, StateError, UnsupportedError
+from lmstate.errors import ModelError, StateError
 from lmstate.state.media import MediaSpan
+from lmstate.vision.families import UNTILED
 from lmstate.vision.pictures import read_picture
 from lmstate.vision.tower import Tower
 
@@ -35,24 +36,27 @@ class PicturePrompt:
 
 
 class PictureReader:
-    """The tower, the processor and the tokenizer of a checkpoint that sees."""
+    """The tower, transformers' image processor and the tokenizer of a checkpoint that sees.
 
-    def __init__(self, tower: Tower, processor: Any, tokenizer: Tokenizer) -> None:
-        self.tower, self.processor, self.tokenizer = tower, processor, tokenizer
+    `processor`: transformers' own of the family, which writes the places of tiles; None where there are no tiles.
+    """
+
+    def __init__(self, tower: Tower, pixels: Any, processor: Any, tokenizer: Tokenizer) -> None:
+        self.tower, self.pixels, self.processor, self.tokenizer = tower, pixels, processor, tokenizer
 
     @staticmethod
     def open(path: Path, tokenizer: Tokenizer, device: Any = "cpu") -> PictureReader:
         """Raises what `Tower.open` does, and `ModelError` where transformers cannot read the processor's files."""
         tower = Tower.open(path, device)
-        from transformers import AutoProcessor
+        from transformers import AutoImageProcessor, AutoProcessor
 
+        untiled = tower.family in UNTILED
+        kind = AutoImageProcessor if untiled else AutoProcessor
         try:
-            processor = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+            made = kind.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
             raise ModelError(f"transformers cannot read the processor of {path}: {str(error)[:200]}") from error
-        if getattr(processor, "image_processor", None) is None or not isinstance(processor.image_token, str):
-            raise UnsupportedError(f"the processor of {path} makes no tokens of pictures")
-        return PictureReader(tower, processor, tokenizer)
+        return PictureReader(tower, made if untiled else made.image_processor, None if untiled else made, tokenizer)
 
     def encode(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> PicturePrompt:
         """See `Model.encode`."""
@@ -61,15 +65,18 @@ class PictureReader:
         pictures = [read_picture(content) for content in _pictures(messages)]
         control = self.tokenizer.control_tokens()
         text = self.tokenizer.chat_text(control.hide(_without_bytes(messages)), **variables)
-        mark: str = self.processor.image_token
+        mark = self.tokenizer.decode([self.tower.placeholder], skip_special_tokens=False)
         if (count := text.count(mark)) != len(pictures):
             raise ModelError(
                 f"the chat template has {count} places {mark!r} for {len(pictures)} pictures: it takes none in some "
                 "message, or a message has that text"
             )
         try:
-            inputs = self.processor.image_processor(images=pictures, return_tensors="pt")
-            places = iter([self.processor.replace_image_token(inputs, index) for index in range(count)])
+            inputs = self.pixels(images=pictures, return_tensors="pt")
+            if self.processor is None:
+                places = iter([mark * len(self.tower.embed(tile)) for tile in self.tower.tiles(inputs)])
+            else:
+                places = iter([self.processor.replace_image_token(inputs, index) for index in range(count)])
         except (ValueError, TypeError, KeyError) as error:
             raise StateError(f"the model's processor does not take a picture: {str(error)[:200]}") from error
         tokens = self.tokenizer.encode_rendered(re.sub(re.escape(mark), lambda _: next(places), text), control)

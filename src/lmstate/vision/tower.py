@@ -81,12 +81,12 @@ class Tower:
         return Tower(family, seeing.to(device).eval().requires_grad_(False), config, torch.device(device))
 
     def media(self, inputs: Mapping[str, Tensor], ids: Sequence[int]) -> tuple[MediaSpan, ...]:
-        """Where the pictures stand in the tokens of a text, in which placeholders hold their places.
+        """The pictures at their places in the tokens of a text, which placeholders hold.
 
         inputs: what transformers' image processor made of them (`pixel_values` and what is beside). Raises `StateError`
         where the text has other places than they take.
         """
-        seen = [(self.embed(tile), tile.positions) for tile in FAMILIES[self.family](inputs, self.config)]
+        seen = [(self.embed(tile), tile.positions) for tile in self.tiles(inputs)]
         places = [at for at, token in enumerate(ids) if token == self.placeholder]
         if (count := sum(len(embeddings) for embeddings, _ in seen)) != len(places):
             raise StateError(
@@ -101,6 +101,10 @@ class Tower:
             for start, stop in pairwise(cuts):
                 spans.append(MediaSpan(own[start], Media.of(embeddings[start:stop], self.placeholder, positions)))
         return tuple(spans)
+
+    def tiles(self, inputs: Mapping[str, Tensor]) -> list[Tile]:
+        """The pictures that an image processor made, or their tiles, one by one."""
+        return list(FAMILIES[self.family](inputs, self.config))
 
     def embed(self, tile: Tile) -> Tensor:
         """Embeddings of one tile, float32 `[N, E]`."""
