@@ -15,7 +15,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"files"},
         {"ops"},
         {"state", "text"},
-        {"checkpoints", "language_model", "threads"},
+        {"checkpoints", "language_model", "threads", "vision"},
         {"speculation"},
         {"generation"},
         {"models", "kv"},
@@ -56,6 +56,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "lmstate.state": [
         {"blocks", "changes", "gradients", "inference_mode", "validate"},
+        {"media"},
         {"step", "rows", "tree"},
         {"layer_file"},
         {"snapshot"},

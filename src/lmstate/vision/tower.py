@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from torch import Tensor
 from lmstate.errors import ModelError, StateError, UnsupportedError
 from lmstate.state.media import Media, MediaSpan
 from lmstate.vision.families import FAMILIES, Tile
-
-if TYPE_CHECKING:
-    from torch import nn
 
 KEPT_BYTES = 2**28  # of embeddings of pictures that were seen before
 # Parameters of the text model, which is left out.
@@ -32,7 +29,7 @@ class Tower:
     the latest, `KEPT_BYTES` of them.
     """
 
-    def __init__(self, family: str, module: nn.Module, config: Any, device: torch.device) -> None:
+    def __init__(self, family: str, module: Any, config: Any, device: torch.device) -> None:
         self.family, self.module, self.config, self.device = family, module, config, device
         self.placeholder = int(config.image_token_id)
         self.runs = 0  # tiles that the tower was run for
@@ -63,12 +60,13 @@ class Tower:
         _without_text(config)
         try:
             with _quiet():
-                whole, report = AutoModelForImageTextToText.from_pretrained(
+                loaded: Any = AutoModelForImageTextToText.from_pretrained(
                     path, config=config, dtype=torch.float32, local_files_only=True, trust_remote_code=False,
                     use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True,
                 )  # fmt: skip
         except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
             raise ModelError(f"transformers cannot load the vision tower of {path}: {str(error)[:200]}") from error
+        whole, report = loaded
         named = [*report["missing_keys"], *(str(each[0]) for each in report["mismatched_keys"])]
         if bad := sorted(name for name in named if not name.startswith(TEXT)):
             raise ModelError(
