@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lmstate.engine.tiers import Tier, fetch, records
+from lmstate.engine.tiers import RecordStore, Tier, fetch, records
 from tests.waiting import GUARD
 
 READS, WRITES = ("session_names", "read_session", "session_generation"), ("write_session",)
@@ -17,7 +17,7 @@ READS, WRITES = ("session_names", "read_session", "session_generation"), ("write
 class Fault:
     """Makes some calls of a store fail, or hang, until the block ends."""
 
-    def __init__(self, store: Tier, *calls: str, hangs: bool = False) -> None:
+    def __init__(self, store: Tier | RecordStore, *calls: str, hangs: bool = False) -> None:
         self.on = True
         self.over = Event()
         for name in calls:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import zlib
 from collections.abc import Callable
@@ -178,15 +179,14 @@ def test_a_full_folder_takes_the_rest_once_there_is_room(tmp_path: Path) -> None
     store = FolderTier(tmp_path, "one", 10**9)
     with lmstate.Engine(ours("llama"), store=store) as engine:
         assert turn(engine, "one", 5).stored is True
-        with store._sessions_lock:
-            (pages,) = store._sessions.execute("pragma page_count").fetchone()
-            store._sessions.execute(f"pragma max_page_count = {pages}")
-        long = Record(messages=[{"role": "user", "content": "x" * 20_000}])
+        connection = store._records._connection
+        (pages,) = connection.execute("pragma page_count").fetchone()
+        connection.execute(f"pragma max_page_count = {pages}")
+        long = Record(messages=[{"role": "user", "content": os.urandom(20_000).hex()}])
         with pytest.raises(StoreUnreachable):
             engine.new_session("two", long)
         assert engine.sessions() == ["one"]
-        with store._sessions_lock:
-            store._sessions.execute(f"pragma max_page_count = {2**30}")
+        connection.execute(f"pragma max_page_count = {2**30}")
         engine.new_session("two", long)
         assert engine.sessions() == ["one", "two"]
 
@@ -229,20 +229,19 @@ def test_the_sessions_of_an_older_folder_are_taken(tmp_path: Path) -> None:
             assert turn(engine, "old", 8).stored is True
 
 
-@pytest.mark.parametrize("part", ["tokens", "record"])
-def test_a_damaged_record_is_set_aside_before_another_is_written(part: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("data", [b"no such thing", zlib.compress(b"no such thing"), zlib.compress(b"\0" * 9)])
+def test_a_damaged_record_is_set_aside_before_another_is_written(data: bytes, tmp_path: Path) -> None:
     with lmstate.Engine(ours("llama"), store=FolderTier(tmp_path, "one", 10**9)) as engine:
         turn(engine, "one", 5)
-    with closing(sqlite3.connect(tmp_path / "sessions.sqlite3")) as sessions, sessions:
-        sessions.execute(f"update records set {part} = 'no such thing'")
+    with closing(sqlite3.connect(tmp_path / "records.sqlite3")) as records, records:
+        records.execute("update records set data = ?", (data,))
     with lmstate.Engine(ours("llama"), store=FolderTier(tmp_path, "one", 10**9)) as engine:
         assert engine.find_session("one") is None
         assert turn(engine, "one", 6).stored is True
         assert engine.session("one").generation == 2
-    (file,) = (tmp_path / "damaged").glob("session-*.json")
+    (file,) = (tmp_path / "damaged").glob("record-*.json")
     told = json.loads(file.read_text())
-    assert told["name"] == "one"
-    assert (bytes.fromhex(told[part]).decode() if part == "tokens" else told[part]) == "no such thing"
+    assert (told["name"], bytes.fromhex(told["data"])) == ("one", data)
     assert stored(lambda: FolderTier(tmp_path, "one", 10**9), "one")[0] == 6
 
 

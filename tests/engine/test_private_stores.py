@@ -190,8 +190,8 @@ def test_a_sealed_folder_refuses_what_was_changed(tmp_path: Path, monkeypatch: p
         ask(engine, ids)
         for name in ("one", "two"):
             engine.session(name).send([5, 6], max_new_tokens=2).result(600)
-    with closing(sqlite3.connect(tmp_path / "sessions.sqlite3")) as sessions, sessions:
-        sessions.execute("update records set record = record || ' ' where name = 'one'")
+    with closing(sqlite3.connect(tmp_path / "records.sqlite3")) as records, records:
+        records.execute("update records set data = data || x'20' where name = 'one'")
     with closing(sqlite3.connect(tmp_path / "index.sqlite3")) as index, index:  # the checksum that anybody can make
         for key, namespace in index.execute("select key, namespace from entries").fetchall():
             name = hashlib.sha256(f"{namespace}|{key}".encode()).hexdigest()

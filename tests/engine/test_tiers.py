@@ -19,6 +19,7 @@ from lmstate.engine import StoreUnreachable
 from lmstate.engine.prefix.parts import Layers
 from lmstate.engine.tiers import Entry, SavedSession
 from lmstate.engine.tiers.folder import FolderTier
+from lmstate.engine.tiers.sqlite_records import SqliteRecords
 from lmstate.state.layers.block_store import BlockStore
 from tests.engine.alone import alone
 from tests.engine.chat import chatting
@@ -198,6 +199,17 @@ def change(file: Path, statement: str, *values: object) -> None:
         database.execute(statement, values)
 
 
+def rewrite(folder: Path, name: str, record: str) -> None:
+    """Have the record of a session say something else."""
+    records = SqliteRecords(folder / "records.sqlite3", b"")
+    ((kind,),) = records._connection.execute("select distinct kind from records").fetchall()
+    there = records.read(kind, name)
+    assert there is not None
+    changed = dataclasses.replace(SavedSession.of(name, there), record=record)
+    assert records.commit(kind, name, changed.to_bytes(), there.generation + 1)
+    records.close()
+
+
 def test_a_hostile_index_changes_no_answer(tmp_path: Path) -> None:
     model = ours("llama")
     ids = prompt(60, 1)
@@ -205,7 +217,7 @@ def test_a_hostile_index_changes_no_answer(tmp_path: Path) -> None:
         ask(engine, ids)
         engine.session("s").send([1, 2, 3], max_new_tokens=2).result(600)
     change(tmp_path / "index.sqlite3", "update entries set start = 5, kind = 'carry' where start = 0")
-    change(tmp_path / "sessions.sqlite3", "update records set record = '[]'")
+    rewrite(tmp_path, "s", "[]")
     with lmstate.Engine(model, store=tmp_path) as engine:
         assert engine.find_session("s") is None and engine.sessions() == []
         got = ask(engine, ids)
@@ -236,16 +248,16 @@ def test_hostile_sessions_keep_no_engine_from_starting(record: str, tmp_path: Pa
         if "assistant" not in record:
             with pytest.raises(lmstate.SnapshotError, match="no session"):
                 engine.load_session("d", file)
-    change(tmp_path / "sessions.sqlite3", "update records set record = ? where name = 'b'", record)
+    rewrite(tmp_path, "b", record)
     change(tmp_path / "index.sqlite3", "update entries set frequency_key = 9e999 where start = 0")
     with lmstate.Engine(model, store=tmp_path) as engine:
         assert {"a", "c"} <= set(engine.sessions())
         check(model, prompt(20, 1), ask(engine, prompt(20, 1)))
 
 
-def test_a_file_of_sessions_that_is_none_is_named(tmp_path: Path) -> None:
-    (tmp_path / "sessions.sqlite3").write_bytes(b"no sessions at all" * 100)
-    with pytest.raises(OSError, match=r"sessions\.sqlite3 is no file of sessions"):
+def test_a_file_of_records_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "records.sqlite3").write_bytes(b"no records at all" * 100)
+    with pytest.raises(OSError, match=r"records\.sqlite3 is no file of records"):
         lmstate.Engine(ours("llama"), store=tmp_path)
 
 

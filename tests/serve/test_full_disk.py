@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -65,14 +66,13 @@ def held(connection: sqlite3.Connection) -> Iterator[None]:
 
 Trouble = Callable[[sqlite3.Connection], Any]
 KINDS = pytest.mark.parametrize("trouble, status", [(full, 507), (held, 503)])
-LONG = "x" * 1900  # more than what a page has left
+LONG = random.Random(0).randbytes(4000).hex()  # more than what a page has left, also packed
 
 
 def database(server: Running, name: str) -> sqlite3.Connection:
     """The connection of the page's conversations, or of those of responses."""
     state = server.server.config.app.state  # type: ignore[union-attr]
-    stores = {"page": state.keeper.store, "responses": state.responses.responses}
-    return stores.get(name, state.responses.conversations)._connection
+    return (state.keeper.store if name == "page" else state.responses.records)._connection
 
 
 # ---- the page

@@ -17,8 +17,8 @@ import pytest
 
 import lmstate
 from lmstate.engine import Engine
+from lmstate.engine.tiers.sqlite_records import SqliteRecords
 from lmstate.serve import Settings
-from lmstate.serve.openai.responses.store import ResponseStore
 from tests.serve.running import Running, running, standing_still
 from tests.serve.test_behavior import held
 from tests.waiting import GUARD, wait_until
@@ -294,6 +294,6 @@ def test_log_probabilities_of_a_stream_are_all_told(client: openai.OpenAI) -> No
 
 
 def test_a_damaged_database_is_named(tmp_path: Path) -> None:
-    (tmp_path / "responses.sqlite").write_bytes(b"no database at all" * 100)
-    with pytest.raises(OSError, match=r"responses\.sqlite is no database"):
-        ResponseStore(tmp_path, 1000)
+    (tmp_path / "records.sqlite3").write_bytes(b"no database at all" * 100)
+    with pytest.raises(OSError, match=r"records\.sqlite3 is no file of records"):
+        SqliteRecords(tmp_path / "records.sqlite3", b"")

@@ -32,7 +32,8 @@ from lmstate.engine.results import Completion, EngineClosed, Load, Piece, Reuse,
 from lmstate.engine.reuse import PrefixReuse
 from lmstate.engine.scheduler import Scheduler
 from lmstate.engine.session import KeyedAnswer, Record, Session, check_name
-from lmstate.engine.tiers import Tier, open_tier
+from lmstate.engine.tiers import RecordStore, Tier, open_tier
+from lmstate.engine.tiers.fetch import PatientRecords
 from lmstate.errors import SnapshotError, UnsupportedError
 from lmstate.generation.params import SamplingParams, sampling_params
 from lmstate.generation.thinking import ThinkingFormat
@@ -352,6 +353,10 @@ class Engine:
     def commit(self, session: Session, record: Record) -> None:
         """Store a session's next record, which counts then."""
         self._conversations.commit(session, record)
+
+    def stored_records(self) -> RecordStore | None:
+        """Records of others than sessions in the store, for callers that can wait; None without a store."""
+        return None if self._tier is None else PatientRecords(self._tier.stored)
 
     # ---- looking in
 

@@ -221,7 +221,7 @@ def create_app(engine: Engine, settings: Settings, *, close_engine: bool = True)
             await asyncio.to_thread(engine.close)
 
     service = Service(engine, settings)
-    keeper, kept = Keeper(service), KeptResponses(settings)
+    keeper, kept = Keeper(service), KeptResponses(engine, settings)
     served = (*PATHS, *conversations.PATHS, *page.PATHS)
     routes = [
         Route(path, endpoint(one.handler, one.path, one.body), methods=[one.method])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from time import perf_counter
@@ -12,6 +13,7 @@ from typing import TypeVar
 
 from lmstate.engine.prefix.parts import Layers
 from lmstate.engine.results import StoreUnreachable
+from lmstate.engine.tiers.record_store import RecordStore, StoredRecord
 from lmstate.engine.tiers.tier import Entry, Tier, TierError
 
 Result = TypeVar("Result")
@@ -50,6 +52,43 @@ class Patience:
             why = str(answer).partition("\n")[0]
             raise StoreUnreachable(f"the store cannot be read now: {why}") from answer
         return answer
+
+
+class PatientRecords:
+    """The records of a tier, for callers that wait but not for long. Raises StoreUnreachable for whatever fails."""
+
+    def __init__(self, records: RecordStore) -> None:
+        self._records, self._patience = records, Patience()
+
+    def read(self, kind: str, name: str) -> StoredRecord | None:
+        return self._patience.ask(partial(self._records.read, kind, name))
+
+    def read_generation(self, kind: str, name: str) -> int | None:
+        return self._patience.ask(partial(self._records.read_generation, kind, name))
+
+    def commit(self, kind: str, name: str, data: bytes, generation: int) -> bool:
+        return self._patience.ask(partial(self._records.commit, kind, name, data, generation))
+
+    def names(self, kind: str) -> list[str]:
+        return self._patience.ask(lambda: list(self._records.names(kind)))
+
+    def set_aside(self, kind: str, name: str) -> None:
+        self._patience.ask(partial(self._records.set_aside, kind, name))
+
+    def excess(self, kind: str, most: int) -> list[str]:
+        return self._patience.ask(partial(self._records.excess, kind, most))
+
+    def get_value(self, kind: str, name: str) -> bytes | None:
+        return self._patience.ask(partial(self._records.get_value, kind, name))
+
+    def put_values(self, kind: str, values: Mapping[str, bytes]) -> None:
+        self._patience.ask(partial(self._records.put_values, kind, values))
+
+    def remove_values(self, kind: str, names: Iterable[str]) -> None:
+        self._patience.ask(partial(self._records.remove_values, kind, list(names)))
+
+    def close(self) -> None:
+        """The tier closes its records."""
 
 
 class Lookup:

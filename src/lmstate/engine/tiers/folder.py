@@ -1,16 +1,15 @@
 """A folder: one SQLite index, one safetensors file an entry, written whole or not at all and checked when read.
 
 index.sqlite3         entries (key, text, size, checksum, last use)
-sessions.sqlite3      sessions, a record each
+records.sqlite3       sessions, responses and conversations, a record each
 entries/ab/abcd...    what the key stands for; its name is the hash of the text, so it never changes
-damaged/              an index, files and records of sessions that were damaged, to find out why
+damaged/              an index, files and records that were damaged, to find out why
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import logging
 import os
 import sqlite3
@@ -22,18 +21,19 @@ from threading import Lock
 from time import time, time_ns
 from typing import get_args
 
-from lmstate.engine.prefix.digests import packed
+from lmstate.engine.prefix.digests import packed, unpacked
 from lmstate.engine.prefix.parts import Layers, nbytes
-from lmstate.engine.tiers.seal import seal
+from lmstate.engine.tiers.records import SavedSession
+from lmstate.engine.tiers.seal import seal, store_key
+from lmstate.engine.tiers.sqlite_records import LOCK_SECONDS, SqliteRecords, inflate
 from lmstate.engine.tiers.tier import (
     MOST_LAYERS,
     Entry,
     Kind,
-    SavedSession,
     Tier,
     from_bytes,
+    sessions_of,
     to_bytes,
-    unpacked,
 )
 from lmstate.errors import ModelError, SnapshotError
 from lmstate.files.atomic import STALE_SECONDS, atomic_write, remove_stale_parts
@@ -43,7 +43,6 @@ from lmstate.files.sqlite_schema import check_schema, unusable
 
 LOG = logging.getLogger(__name__)
 MOST_NEW = 256  # entries of other processes that are taken at a time
-LOCK_SECONDS = 10.0  # that a statement waits for another process
 ENDING = 1.0  # seconds that a statement on the index may go on at the end
 # Bytes of a text in the index, unpacked, and of all that are read at a time: a hostile index must not fill the memory.
 MOST_TEXT, MOST_TEXTS = 2**26, 2**30
@@ -57,13 +56,9 @@ TABLES = (
 OLD_SESSIONS = """sessions (
     namespace text not null, name text not null, tokens blob not null, record text not null,
     primary key (namespace, name)
-)"""  # of the index, in versions before `sessions.sqlite3`
-RECORDS = (
-    """records (
-    namespace text not null, name text not null, generation integer not null, changes text not null,
-    tokens blob not null, record text not null, seal blob not null, primary key (namespace, name)
-)""",
-)
+)"""  # of the index, in older versions
+RECORDS = "records.sqlite3"
+OLD_COLUMNS = "namespace, name, tokens, record"
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
@@ -75,16 +70,14 @@ class FolderTier(Tier):
     looks_up = True
 
     def __init__(self, path: str | os.PathLike[str], namespace: str, limit: int) -> None:
-        super().__init__(namespace)
-        self.path = Path(path).absolute()  # the process may change its folder
+        self.path = private_folder(Path(path).absolute())  # the process may change its folder
         self.limit = limit
-        private_folder(self.path)
+        self._records = SqliteRecords(self.path / RECORDS, store_key())
+        super().__init__(namespace, self._records)
         self._lock = Lock()
         self._used: dict[str, float] = {}  # keys of entries, and when they were last read, as far as no index has it
         self._seen: tuple[int | None, int] = None, 0  # version of the index, and its newest entry, that are known here
         self._index = self._opened_index()
-        self._sessions = self._opened("sessions.sqlite3", RECORDS, "full", "file of sessions")
-        self._sessions_lock = Lock()
         try:
             self._move_old_sessions()
         except sqlite3.Error as error:
@@ -96,7 +89,7 @@ class FolderTier(Tier):
         file = private_file(self.path / "index.sqlite3")
         before = file.stat() if file.exists() else None
         try:
-            index = self._opened(file.name, TABLES, "normal", "index of prefixes", OLD_SESSIONS)
+            index = self._opened(file)
             if (found := index.execute("pragma quick_check(1)").fetchone()[0]) == "ok":
                 return index
             index.close()
@@ -112,34 +105,31 @@ class FolderTier(Tier):
                 for end in ("-wal", "-shm"):
                     with suppress(FileNotFoundError):
                         os.replace(f"{file}{end}", f"{aside}{end}")
-        return self._opened(file.name, TABLES, "normal", "index of prefixes", OLD_SESSIONS)
+        return self._opened(file)
 
-    def _opened(
-        self, name: str, tables: tuple[str, ...], synchronous: str, what: str, *former: str
-    ) -> sqlite3.Connection:
-        """`former`: tables that it may have too."""
-        file = private_file(self.path / name)
+    def _opened(self, file: Path) -> sqlite3.Connection:
         try:
             connection = sqlite3.connect(file, check_same_thread=False, timeout=LOCK_SECONDS)
-            check_schema(connection, (*tables, *former))
-            made = "".join(f"create table if not exists {table};" for table in tables)
-            connection.executescript(f"pragma journal_mode=wal; pragma synchronous={synchronous};" + made)
+            check_schema(connection, (*TABLES, OLD_SESSIONS))
+            made = "".join(f"create table if not exists {table};" for table in TABLES)
+            connection.executescript("pragma journal_mode=wal; pragma synchronous=normal;" + made)
         except sqlite3.Error as error:
-            raise unusable(file, error, what) from error
+            raise unusable(file, error, "index of prefixes") from error
         return connection
 
     def _move_old_sessions(self) -> None:
-        """Move the sessions of an older version's index to their file."""
+        """Move the sessions of an older version's index to the records."""
         with self._index:
             self._index.execute("begin immediate")
             if self._index.execute("select 1 from sqlite_master where name = 'sessions'").fetchone() is None:
                 return
-            with self._sessions:
-                self._sessions.executemany(
-                    "insert or ignore into records (namespace, name, generation, changes, tokens, record, seal) "
-                    "values (?, ?, 1, '[]', ?, ?, x'')",
-                    self._index.execute("select namespace, name, tokens, record from sessions"),
-                )
+            for namespace, name, tokens, record in self._index.execute(f"select {OLD_COLUMNS} from sessions"):
+                try:
+                    text = unpacked(inflate(tokens, MOST_TEXT))
+                    data = SavedSession(str(name), list(text), str(record)).to_bytes()
+                except (SnapshotError, zlib.error, TypeError):
+                    data = b"damaged " + bytes(tokens)
+                self._records.commit(sessions_of(namespace), str(name), data, 1)
             self._index.execute("drop table sessions")
 
     def entries(self) -> Iterable[tuple[str, Entry]]:
@@ -171,7 +161,7 @@ class FolderTier(Tier):
                 self.counts["failed"] += 1
                 return
             try:
-                inflated += len(text := _inflated(blob))
+                inflated += len(text := inflate(blob, MOST_TEXT))
                 tokens = unpacked(text)
                 entry = Entry(kind, int(frequency_key), int(start), tokens)
                 sound = kind in get_args(Kind) and 0 <= start <= len(tokens) and entry.key(self.namespace) == key
@@ -182,52 +172,6 @@ class FolderTier(Tier):
                 yield key, entry
             else:
                 self._forget(str(key))
-
-    def session_names(self) -> Iterable[str]:
-        with self._sessions_lock:
-            rows = self._sessions.execute(
-                "select name from records where namespace = ? and record != ''", (self.namespace,)
-            ).fetchall()
-        return [str(name) for (name,) in rows]
-
-    def read_session(self, name: str) -> SavedSession | None:
-        with self._sessions_lock:
-            row = self._sessions.execute(
-                "select tokens, record, generation, changes, seal from records where namespace = ? and name = ?",
-                (self.namespace, name),
-            ).fetchone()
-        if row is None:
-            return None
-        generation = int(row[2])
-        try:
-            self._check_seal(row[4], self._record_seal(self.namespace, name, generation, row[3], *row[:2]))
-            tokens, changes = list(unpacked(_inflated(row[0]))), tuple(map(str, json.loads(row[3])))
-            return SavedSession(name, tokens, str(row[1]), generation, changes)
-        except (SnapshotError, zlib.error, TypeError, ValueError, RecursionError):
-            self.counts["quarantined"] += 1
-            return SavedSession(name, [], "", generation, damaged=True)
-
-    def set_aside_session(self, name: str) -> None:
-        with self._sessions_lock:
-            row = self._sessions.execute(
-                "select generation, changes, hex(tokens), record from records where namespace = ? and name = ?",
-                (self.namespace, name),
-            ).fetchone()
-        if row is not None:
-            told = dict(
-                zip(("namespace", "name", "generation", "changes", "tokens", "record"), (self.namespace, name, *row))
-            )
-            file = self._file(f"session|{name}")
-            aside = private_folder(self.path / "damaged") / f"session-{file.name}-{row[0]}.json"
-            with atomic_write(aside, FILE_MODE) as part:
-                part.write_text(json.dumps(told, default=repr))
-
-    def session_generation(self, name: str) -> int | None:
-        with self._sessions_lock:
-            row = self._sessions.execute(
-                "select generation from records where namespace = ? and name = ?", (self.namespace, name)
-            ).fetchone()
-        return None if row is None else int(row[0])
 
     def read(self, key: str) -> Layers:
         with self._lock:
@@ -282,37 +226,13 @@ class FolderTier(Tier):
             self._used.update(dict.fromkeys(above, told[-1]))
             self._note_uses()
 
-    def write_session(self, session: SavedSession) -> bool:
-        tokens = zlib.compress(packed(session.tokens), 1)
-        changes = json.dumps(session.changes)
-        sealed = self._record_seal(self.namespace, session.name, session.generation, changes, tokens, session.record)
-        told = session.generation, changes, tokens, session.record, sealed, self.namespace, session.name
-        with self._sessions_lock, self._sessions:
-            made = self._sessions.execute(
-                "insert or ignore into records (generation, changes, tokens, record, seal, namespace, name) "
-                "values (?, ?, ?, ?, ?, ?, ?)",
-                told,
-            )
-            if made.rowcount:
-                return True
-            changed = self._sessions.execute(
-                "update records set generation = ?, changes = ?, tokens = ?, record = ?, seal = ? "
-                "where namespace = ? and name = ? and generation = ?",
-                (*told, session.generation - 1),
-            )
-            return bool(changed.rowcount)
-
     def nbytes(self) -> int:
         """Bytes of all files, as the index has them."""
         with self._lock:
             return int(self._index.execute("select coalesce(sum(size), 0) from entries").fetchone()[0])
 
     def end(self) -> None:
-        if self._sessions_lock.acquire(timeout=ENDING):
-            try:
-                self._sessions.close()
-            finally:
-                self._sessions_lock.release()
+        self._records.close(ENDING)
         if self._lock.acquire(timeout=ENDING):  # else a statement hangs, as on a network's disk: nobody waits for it
             try:
                 with suppress(sqlite3.Error), self._index:  # of a full disk, say: others will think it older
@@ -324,6 +244,7 @@ class FolderTier(Tier):
 
     def tidy(self) -> None:
         """Remove files that no index knows, and parts of files: of writers that were killed. Younger ones may come."""
+        self._records.forget_deleted()
         folder, oldest = self.path / "entries", time() - STALE_SECONDS
         with self._lock:
             rows = self._index.execute("select namespace, key from entries").fetchall()
@@ -342,15 +263,6 @@ class FolderTier(Tier):
         if not self.key:
             return hashlib.sha256(data).hexdigest()
         return seal(self.key, self.namespace.encode(), key.encode(), data).hex()
-
-    def _record_seal(
-        self, namespace: str, name: str, generation: int, changes: str, tokens: bytes, record: str
-    ) -> bytes:
-        """Of a record; nothing without a key."""
-        if not self.key:
-            return b""
-        texts = (part.encode() for part in (namespace, name, str(generation), str(changes), str(record)))
-        return seal(self.key, *texts, bytes(tokens))
 
     def _check_seal(self, found: bytes, right: bytes) -> None:
         """Raise SnapshotError for a seal, or a checksum, of something else."""
@@ -397,12 +309,3 @@ class FolderTier(Tier):
         if file.exists():
             os.replace(file, private_folder(self.path / "damaged") / file.name)
         self._forget(key)
-
-
-def _inflated(blob: bytes) -> bytes:
-    """Raises SnapshotError for more than any text has."""
-    stream = zlib.decompressobj()
-    data = stream.decompress(blob, MOST_TEXT)
-    if stream.unconsumed_tail or not stream.eof:
-        raise SnapshotError("a stored text is too long, or cut short")
-    return data

@@ -7,7 +7,6 @@ do not wait behind entries, which are large.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,7 +14,10 @@ from threading import Condition, Thread, Timer
 from time import monotonic
 from typing import Protocol
 
+from lmstate.engine.prefix.digests import packed, unpacked
 from lmstate.engine.results import EngineClosed, SessionMoved
+from lmstate.engine.tiers.record_store import StoredRecord, joined, parted
+from lmstate.errors import SnapshotError
 
 LOG = logging.getLogger(__name__)
 COMMIT_SECONDS = 5.0  # that an answer waits for its record to be stored
@@ -53,20 +55,32 @@ class SavedSession:
     def gone(self) -> bool:
         return not self.record and not self.damaged
 
+    def to_bytes(self) -> bytes:
+        """The data of its record; none of a closed one."""
+        if self.gone:
+            return b""
+        return joined({"record": self.record, "changes": self.changes}, packed(self.tokens))
+
+    @staticmethod
+    def of(name: str, stored: StoredRecord) -> SavedSession:
+        """Inverse of `to_bytes`; damaged for other bytes."""
+        if stored.deleted:
+            return SavedSession(name, [], "", stored.generation)
+        try:
+            told, tokens = parted(stored.data)
+            changes = tuple(map(str, told["changes"]))
+            return SavedSession(name, list(unpacked(tokens)), str(told["record"]), stored.generation, changes)
+        except (SnapshotError, ValueError, TypeError, KeyError, RecursionError):
+            return SavedSession(name, [], "", stored.generation, damaged=True)
+
 
 class SessionRecords(Protocol):
-    """The part of a tier that keeps records. Any call may raise anything: then the outcome is unknown."""
+    """The part of a tier that keeps records of sessions. Any call may raise anything: then the outcome is unknown."""
 
     name: str
 
-    def session_names(self) -> Iterable[str]:
-        """The names of all sessions that were not closed."""
-
     def read_session(self, name: str) -> SavedSession | None:
         """The record of a name, also of a closed session as far as it is known; None if there is none."""
-
-    def session_generation(self, name: str) -> int | None:
-        """The generation of that record: a small read."""
 
     def write_session(self, session: SavedSession) -> bool:
         """Store a record if the one in the store is of the generation before, or there is none.

@@ -13,11 +13,11 @@ from pathlib import Path
 from threading import Condition, Thread
 from typing import Literal, TypeVar
 
-import numpy as np
 from torch import Tensor
 
 from lmstate.engine.prefix.digests import packed
 from lmstate.engine.prefix.parts import Layers, nbytes
+from lmstate.engine.tiers.record_store import RecordStore
 from lmstate.engine.tiers.records import RecordWriter, SavedSession
 from lmstate.engine.tiers.seal import key_name, store_key
 from lmstate.errors import ModelError, SnapshotError, StateError
@@ -70,9 +70,12 @@ class Tier(ABC):
     most_read = 2**36  # bytes of an entry; to an engine, as many as it has memory
     looks_up = False  # whether others write to it, so that it is worth asking for what nobody here has seen
 
-    def __init__(self, namespace: str) -> None:
+    def __init__(self, namespace: str, stored: RecordStore) -> None:
+        """`stored`: where it keeps records."""
         self.key = store_key()
         self.namespace = f"{namespace} sealed={key_name(self.key)}" if self.key else namespace
+        self.stored = stored
+        self._sessions = sessions_of(self.namespace)  # the kind of their records
         self.counts = {"written": 0, "dropped": 0, "failed": 0, "read": 0, "quarantined": 0}
         self._keys: set[str] = set()
         self._coming: set[str] = set()  # keys of what is queued, or being written
@@ -182,31 +185,34 @@ class Tier(ABC):
         self._thread.join(1.0)
         self.end()
 
+    # ---- records of sessions: see `SessionRecords`, and `RecordStore` for what may be raised
+
+    def session_names(self) -> Iterable[str]:
+        """The names of all sessions that were not closed."""
+        return self.stored.names(self._sessions)
+
+    def read_session(self, name: str) -> SavedSession | None:
+        if (found := self.stored.read(self._sessions, name)) is None:
+            return None
+        session = SavedSession.of(name, found)
+        self.counts["quarantined"] += session.damaged
+        return session
+
+    def session_generation(self, name: str) -> int | None:
+        return self.stored.read_generation(self._sessions, name)
+
+    def write_session(self, session: SavedSession) -> bool:
+        return self.stored.commit(self._sessions, session.name, session.to_bytes(), session.generation)
+
+    def set_aside_session(self, name: str) -> None:
+        """Keep a copy of a damaged record, where no other one is written over it."""
+        self.stored.set_aside(self._sessions, name)
+
     # ---- for a kind of tier
 
     @abstractmethod
     def entries(self) -> Iterable[tuple[str, Entry]]:
         """(key, entry) of all there is of this namespace."""
-
-    @abstractmethod
-    def session_names(self) -> Iterable[str]:
-        """The names of all sessions that were not closed; see `SessionRecords`. It and the next four may raise."""
-
-    @abstractmethod
-    def read_session(self, name: str) -> SavedSession | None:
-        """The record of a name, also of a closed session as far as it is known; None if there is none."""
-
-    @abstractmethod
-    def set_aside_session(self, name: str) -> None:
-        """Keep a copy of the record of a name, as the bytes that it is, where no other record is written over it."""
-
-    @abstractmethod
-    def write_session(self, session: SavedSession) -> bool:
-        """Store a record if the one in the store is of the generation before, or there is none; False if not."""
-
-    def session_generation(self, name: str) -> int | None:
-        """The generation of the record of a name: a small read."""
-        return None if (there := self.read_session(name)) is None else there.generation
 
     @abstractmethod
     def read(self, key: str) -> Layers:
@@ -271,14 +277,9 @@ class Tier(ABC):
                 self._waiting -= nbytes(job.layers)
 
 
-def unpacked(data: bytes) -> array[int]:
-    """Inverse of `packed`. Raises SnapshotError for bytes that it cannot have returned."""
-    if len(data) % 4:
-        raise SnapshotError("a stored text is no list of token ids")
-    ids = np.frombuffer(data, dtype="<i4")
-    if (ids < 0).any():
-        raise SnapshotError("a stored text has negative token ids")
-    return array("q", ids.astype(np.int64).tobytes())
+def sessions_of(namespace: str) -> str:
+    """The kind of the records of sessions."""
+    return f"sessions of {namespace}"
 
 
 def to_bytes(layers: Layers) -> bytes:

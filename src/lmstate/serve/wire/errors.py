@@ -83,7 +83,7 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(message, 429, code="queue_full", retry_after=1)
     if isinstance(error, EngineClosed | Drained):
         return ApiError("the server is shutting down", 503, code="shutting_down", retry_after=5)
-    if isinstance(error, StoreUnreachable):
+    if isinstance(error, StoreUnreachable) and not _disk_is_full(error.__cause__):
         return ApiError(str(error), 503, code="store_unreachable", retry_after=2)
     if isinstance(error, SessionMoved):
         return ApiError(str(error), 409, code="session_moved", generation=error.generation)
@@ -93,7 +93,7 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(str(error), 400, code="context_length_exceeded")
     if isinstance(error, StateError | ModelError):
         return ApiError(str(error), 400)
-    if _disk_is_full(error):
+    if _disk_is_full(error) or _disk_is_full(error.__cause__):
         return ApiError("the server's disk is full: nothing more can be stored there", 507, code="insufficient_storage")
     if isinstance(error, sqlite3.Error) and _code(error) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         message = "another process holds the server's database; nothing was changed: try again"
@@ -101,7 +101,7 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError("the server failed to answer; its log says why", 500, code="internal_error")
 
 
-def _disk_is_full(error: Exception) -> bool:
+def _disk_is_full(error: BaseException | None) -> bool:
     if isinstance(error, sqlite3.Error):
         return _code(error) == sqlite3.SQLITE_FULL
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

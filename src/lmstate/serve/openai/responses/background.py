@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+STILL_SECONDS = 20.0  # between two times that others are told that a response is made still
 ENDED = 64  # responses whose events can still be followed after their end
 
 
@@ -60,8 +62,11 @@ class BackgroundResponses:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._known: OrderedDict[str, BackgroundResponse] = OrderedDict()
 
-    def start(self, response: BackgroundResponse, events: AsyncIterator[bytes]) -> None:
-        task = asyncio.create_task(response.run(events))
+    def start(
+        self, response: BackgroundResponse, events: AsyncIterator[bytes], still_made: Callable[[], Awaitable[None]]
+    ) -> None:
+        """`still_made` is called from time to time until it has ended."""
+        task = asyncio.create_task(_run(response, events, still_made))
         self._tasks[response.id] = task
         self._known[response.id] = response
         task.add_done_callback(lambda _: self._forget(response.id))
@@ -86,3 +91,20 @@ class BackgroundResponses:
     async def close(self) -> None:
         """Wait until those that run have ended: cancel their requests before."""
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+
+async def _run(
+    response: BackgroundResponse, events: AsyncIterator[bytes], still_made: Callable[[], Awaitable[None]]
+) -> None:
+    async def tell() -> None:
+        while True:
+            await asyncio.sleep(STILL_SECONDS)
+            await still_made()
+
+    telling = asyncio.create_task(tell())
+    try:
+        await response.run(events)
+    finally:
+        telling.cancel()
+        with suppress(asyncio.CancelledError):
+            await telling

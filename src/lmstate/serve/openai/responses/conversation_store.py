@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from threading import Lock
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from time import time
 from typing import Any
 
-from lmstate.serve.wire.database import Uses, open_database
+from lmstate.engine.tiers.record_store import RecordStore, joined, parted
+from lmstate.serve.openai.responses.store import ATTEMPTS
 from lmstate.serve.wire.ids import new_id
 
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS conversations (
-    id TEXT PRIMARY KEY, created INTEGER, used REAL, metadata TEXT, last TEXT, bytes INTEGER
-);
-CREATE INDEX IF NOT EXISTS conversations_used ON conversations (used);
-CREATE TABLE IF NOT EXISTS conversation_items (
-    conversation TEXT, position INTEGER, id TEXT, item TEXT, PRIMARY KEY (conversation, position)
-);
-CREATE INDEX IF NOT EXISTS conversation_items_id ON conversation_items (id);
-"""
+CONVERSATIONS, ITEMS = "conversations", "items of conversations"  # kinds: a value of the second is an id of the first
 
 
 @dataclass(frozen=True)
@@ -38,103 +27,97 @@ class StoredConversation:
     def shown(self) -> dict[str, Any]:
         return {"id": self.id, "object": "conversation", "created_at": self.created, "metadata": self.metadata}
 
+    def to_bytes(self) -> bytes:
+        told = {"created": self.created, "metadata": self.metadata, "items": self.items, "last": self.last}
+        return joined(told)
+
+    @staticmethod
+    def of(id: str, data: bytes) -> StoredConversation | None:
+        """Inverse of `to_bytes`; None for other bytes."""
+        try:
+            told, _ = parted(data)
+            items, last, metadata = tuple(told["items"]), told["last"], dict(told["metadata"])
+            if not all(type(item["id"]) is str for item in items):
+                return None
+            return StoredConversation(id, int(told["created"]), metadata, items, None if last is None else str(last))
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            return None
+
 
 class ResponseConversations:
-    """At most `most` bytes of conversations, in `folder` or in memory; the oldest in use go first. Thread-safe."""
+    """Conversations; at most `most` bytes of them, if their store has no limits of its own. Thread-safe."""
 
-    def __init__(self, folder: Path | None, most: int) -> None:
-        self._most = most
-        self._lock = Lock()
-        self._uses = Uses("conversations")
-        self._connection = open_database(folder, "response_conversations.sqlite", SCHEMA)
+    def __init__(self, records: RecordStore, most: int) -> None:
+        self._records, self._most = records, most
 
     def create(self, metadata: dict[str, Any], items: Sequence[dict[str, Any]]) -> StoredConversation:
         made = StoredConversation(new_id("conv_"), int(time()), metadata, tuple(items), None)
-        with self._lock, self._connection as connection:
-            text = json.dumps(metadata)
-            row = (made.id, made.created, time(), text, None, len(text))
-            connection.execute("INSERT INTO conversations VALUES (?, ?, ?, ?, ?, ?)", row)
-            self._append(made.id, items)
-            self._shrink()
+        self._make_room()
+        self._note_items(made.id, items)
+        if not self._records.commit(CONVERSATIONS, made.id, made.to_bytes(), 1):
+            raise OSError(f"there is a conversation {made.id} already")
         return made
 
     def get(self, id: str) -> StoredConversation | None:
-        with self._lock:
-            row = self._connection.execute(
-                "SELECT created, metadata, last FROM conversations WHERE id = ?", (id,)
-            ).fetchone()
-            if row is None:
-                return None
-            self._uses.note(id)
-            found = self._connection.execute(
-                "SELECT item FROM conversation_items WHERE conversation = ? ORDER BY position", (id,)
-            ).fetchall()
-        created, metadata, last = row
-        return StoredConversation(id, created, json.loads(metadata), tuple(json.loads(item) for (item,) in found), last)
+        found = self._records.read(CONVERSATIONS, id)
+        return None if found is None else StoredConversation.of(id, found.data)
 
     def change(self, id: str, metadata: dict[str, Any]) -> None:
-        with self._lock, self._connection as connection:
-            connection.execute("UPDATE conversations SET metadata = ? WHERE id = ?", (json.dumps(metadata), id))
+        self._change(id, lambda there: replace(there, metadata=metadata))
 
     def append(
         self, id: str, items: Sequence[dict[str, Any]], *, response: str | None = None, after: int | None = None
     ) -> None:
         """Add items, unless `response` has added them. It is the one that they end with, if it was made of the first
         `after` items."""
-        with self._lock, self._connection as connection:
-            row = connection.execute("SELECT last FROM conversations WHERE id = ?", (id,)).fetchone()
-            if row is None or (response is not None and row[0] == response):
-                return
-            (count,) = connection.execute(
-                "SELECT count(*) FROM conversation_items WHERE conversation = ?", (id,)
-            ).fetchone()
-            self._append(id, items)
-            last = response if count == after else None
-            connection.execute("UPDATE conversations SET last = ?, used = ? WHERE id = ?", (last, time(), id))
-            self._shrink()
 
-    def _append(self, id: str, items: Sequence[dict[str, Any]]) -> None:
-        (end,) = self._connection.execute(
-            "SELECT coalesce(max(position), -1) FROM conversation_items WHERE conversation = ?", (id,)
-        ).fetchone()
-        rows = [(id, end + 1 + number, item["id"], json.dumps(item)) for number, item in enumerate(items)]
-        self._connection.executemany("INSERT INTO conversation_items VALUES (?, ?, ?, ?)", rows)
-        size = sum(len(row[3]) for row in rows)
-        self._connection.execute("UPDATE conversations SET bytes = bytes + ? WHERE id = ?", (size, id))
+        def appended(there: StoredConversation) -> StoredConversation:
+            if response is not None and there.last == response:
+                return there
+            last = response if len(there.items) == after else None
+            return replace(there, items=(*there.items, *items), last=last)
 
-    def _shrink(self) -> None:
-        (held,) = self._connection.execute("SELECT total(bytes) FROM conversations").fetchone()
-        if held <= self._most:
-            return
-        self._uses.write(self._connection)
-        for id, size in self._connection.execute("SELECT id, bytes FROM conversations ORDER BY used").fetchall():
-            if held <= self._most:
-                break
-            self._delete(id)
-            held -= size
+        self._make_room()
+        self._note_items(id, items)
+        self._change(id, appended)
 
     def remove_item(self, id: str, item: str) -> bool:
-        with self._lock, self._connection as connection:
-            removed = connection.execute(
-                "DELETE FROM conversation_items WHERE conversation = ? AND id = ?", (id, item)
-            ).rowcount
-            connection.execute("UPDATE conversations SET last = NULL WHERE id = ?", (id,))
-        return removed > 0
+        def without(there: StoredConversation) -> StoredConversation:
+            return replace(there, items=tuple(one for one in there.items if one["id"] != item), last=None)
+
+        before = self._change(id, without)
+        return before is not None and any(one["id"] == item for one in before.items)
 
     def find_item(self, item: str) -> dict[str, Any] | None:
         """An item of any conversation."""
-        with self._lock:
-            row = self._connection.execute("SELECT item FROM conversation_items WHERE id = ?", (item,)).fetchone()
-        return None if row is None else json.loads(row[0])
+        holder = self._records.get_value(ITEMS, item)
+        found = None if holder is None else self.get(holder.decode(errors="replace"))
+        return None if found is None else next((one for one in found.items if one["id"] == item), None)
 
     def delete(self, id: str) -> bool:
-        with self._lock, self._connection:
-            return self._delete(id)
+        before = self._change(id, lambda there: None)
+        if before is not None:
+            self._records.remove_values(ITEMS, [item["id"] for item in before.items])
+        return before is not None
 
-    def _delete(self, id: str) -> bool:
-        self._connection.execute("DELETE FROM conversation_items WHERE conversation = ?", (id,))
-        return self._connection.execute("DELETE FROM conversations WHERE id = ?", (id,)).rowcount > 0
+    def _change(
+        self, id: str, change: Callable[[StoredConversation], StoredConversation | None]
+    ) -> StoredConversation | None:
+        """Commit a change of a conversation as it is in the store; None deletes it. Returns what was there before."""
+        for _ in range(ATTEMPTS):
+            there = self._records.read(CONVERSATIONS, id)
+            before = None if there is None else StoredConversation.of(id, there.data)
+            if there is None or before is None or (after := change(before)) is before:
+                return before
+            data = b"" if after is None else after.to_bytes()
+            if self._records.commit(CONVERSATIONS, id, data, there.generation + 1):
+                return before
+        raise OSError(f"the conversation {id} in the store changes all the time")
 
-    def close(self) -> None:
-        with self._lock:
-            self._connection.close()
+    def _note_items(self, id: str, items: Sequence[dict[str, Any]]) -> None:
+        if items:
+            self._records.put_values(ITEMS, {item["id"]: id.encode() for item in items})
+
+    def _make_room(self) -> None:
+        for old in self._records.excess(CONVERSATIONS, self._most):
+            self.delete(old)

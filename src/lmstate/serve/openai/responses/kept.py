@@ -2,33 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Any
+from time import time
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
+from lmstate.engine.tiers.folder import RECORDS
+from lmstate.engine.tiers.seal import store_key
+from lmstate.engine.tiers.sqlite_records import SqliteRecords
 from lmstate.serve.openai.responses.background import BackgroundResponses
 from lmstate.serve.openai.responses.conversation_store import ResponseConversations
-from lmstate.serve.openai.responses.store import ResponseStore
+from lmstate.serve.openai.responses.store import ALIVE_SECONDS, ResponseStore, StoredResponse
 from lmstate.serve.settings import Settings
+
+if TYPE_CHECKING:
+    from lmstate.engine import Engine
 
 
 class KeptResponses:
     """The stores of one server, and its background responses."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.responses = ResponseStore(settings.folder, settings.stored_responses)
-        self.conversations = ResponseConversations(settings.folder, settings.stored_responses)
+    def __init__(self, engine: Engine, settings: Settings) -> None:
+        """In the engine's store, so that all its processes have them; without one, in the server's folder or memory."""
+        records = engine.stored_records()
+        self._shared = records is not None
+        if records is None:
+            folder = settings.folder
+            records = SqliteRecords(None if folder is None else folder / RECORDS, store_key())
+        self.records = records
+        self.responses = ResponseStore(records, settings.stored_responses)
+        self.conversations = ResponseConversations(records, settings.stored_responses)
         self.background = BackgroundResponses()
 
     def find_item(self, id: str) -> dict[str, Any] | None:
         """An item of a stored response or conversation."""
         return self.responses.find_item(id) or self.conversations.find_item(id)
 
+    def made_elsewhere(self, stored: StoredResponse) -> bool:
+        """Whether another process of the store makes a response still, as far as it is known."""
+        recent = abs(time() - stored.stored_at) < ALIVE_SECONDS
+        return self._shared and recent and not stored.ended and self.background.running(stored.id) is None
+
     async def close(self) -> None:
         """Wait for the background responses, whose requests were cancelled before, and close the stores."""
         await self.background.close()
-        self.responses.close()
-        self.conversations.close()
+        self.records.close()
 
 
 def kept_responses(request: Request) -> KeptResponses:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from bisect import bisect_left
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from msgspec import to_builtins
@@ -26,7 +26,7 @@ from lmstate.serve.openai.responses.conversation_store import StoredConversation
 from lmstate.serve.openai.responses.conversations import conversation_named
 from lmstate.serve.openai.responses.kept import KeptResponses, kept_responses
 from lmstate.serve.openai.responses.output import Output
-from lmstate.serve.openai.responses.store import StoredResponse
+from lmstate.serve.openai.responses.store import STORE_ERRORS, StoredResponse
 from lmstate.serve.openai.responses.stored import followed
 from lmstate.serve.openai.tools import KINDS, NAMESPACE, read_tool_use
 from lmstate.serve.tools import Text
@@ -140,8 +140,8 @@ class ResponseAnswer:
             failed = {**self.object("failed"), "error": {"code": "server_error", "message": failure.message}}
             if self.asked.background:
                 try:
-                    await self.store(failed)
-                except sqlite3.Error as refused:
+                    await self.store(failed, begun=True)
+                except STORE_ERRORS as refused:
                     log.error("the response %s could not be stored: %s", self.id, refused)
             yield output.event("response.failed", response=failed)
 
@@ -168,20 +168,33 @@ class ResponseAnswer:
         if self.asked.store:
             instructed = self.asked.body.instructions is not None
             try:
-                await self.store(response, (*self.asked.chat.messages[1 if instructed else 0 :], message), sampled)
-            except sqlite3.Error as error:  # a full disk, say: what was computed is answered, and said to be not stored
+                messages = (*self.asked.chat.messages[1 if instructed else 0 :], message)
+                await self.store(response, messages, sampled, begun=self.asked.background)
+            except STORE_ERRORS as error:  # a full disk, say: what was computed is answered, and said to be not stored
                 log.error("the response %s could not be stored: %s", self.id, error)
                 response["store"] = False
         return response
 
+    async def store_progress(self) -> None:
+        """Store the response as it stands, so that other processes know that it is made."""
+        try:
+            await self.store(self.shown(), begun=True)
+        except STORE_ERRORS as error:
+            log.warning("the response %s could not be stored for now: %s", self.id, error)
+
     async def store(
-        self, response: dict[str, Any], messages: tuple[Message, ...] = (), sampled: Sampled | None = None
+        self,
+        response: dict[str, Any],
+        messages: tuple[Message, ...] = (),
+        sampled: Sampled | None = None,
+        *,
+        begun: bool = False,
     ) -> None:
-        """Store the response. Nothing goes on from one without messages."""
+        """Store the response, which had `begun` to be stored before. Nothing goes on from one without messages."""
         tokens, end = ((), None) if sampled is None else (sampled.tokens, sampled.end)
         fingerprint = self.service.model.fingerprint
         stored = StoredResponse(self.id, fingerprint, response, self.asked.input, messages, tokens, end, self.asked.key)
-        await asyncio.to_thread(self.kept.responses.put, stored)
+        await asyncio.to_thread(partial(self.kept.responses.put, stored, begun=begun))
 
 
 def usage_of(task: ChatTask) -> dict[str, Any]:
@@ -237,7 +250,7 @@ async def create_response(service: Service, request: Request, body: ResponseBody
             task.request.cancel()
             raise
         live = BackgroundResponse(answer.id, answer.shown, task.request.cancel)
-        kept.background.start(live, answer.events())
+        kept.background.start(live, answer.events(), answer.store_progress)
         return followed(service, live, task.progress) if body.stream else json_response(answer.shown())
     if body.stream:
         return event_stream(service, task, answer.events())
@@ -291,7 +304,8 @@ async def prepare(service: Service, kept: KeptResponses, body: ResponseBody) -> 
     if (id := body.previous_response_id) is not None:
         previous = await asyncio.to_thread(kept.responses.get, id)
         if previous is None or not previous.messages:
-            running = kept.background.running(id) is not None
+            elsewhere = previous is not None and kept.made_elsewhere(previous)
+            running = elsewhere or kept.background.running(id) is not None
             message = "has not ended: wait for it" if running else "is not stored here (any more), or has no answer"
             raise ApiError(
                 f"the response {id!r} {message}",

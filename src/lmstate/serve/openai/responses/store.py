@@ -1,32 +1,29 @@
 """Responses that later ones may go on from: their items, and the very tokens that stand for their state.
 
-One SQLite file, so that they survive a restart; the engine's prefix store finds the state of the tokens. The oldest in
-use go when they take more bytes than allowed.
+Records of the engine's store, so that each process of one store goes on from them, or of the server's own file; the
+engine's prefix store finds the state of the tokens. In a file the oldest in use go when they take more bytes than
+allowed.
 """
 
 from __future__ import annotations
 
-import json
-from array import array
+import sqlite3
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from threading import Lock
+from dataclasses import asdict, dataclass, field
 from time import time
 from typing import Any
 
+from lmstate.engine.prefix.digests import packed, unpacked
+from lmstate.engine.results import StoreUnreachable
+from lmstate.engine.tiers.record_store import RecordStore, joined, parted
+from lmstate.errors import SnapshotError
 from lmstate.serve.answer.messages import Call, Message
-from lmstate.serve.wire.database import Uses, open_database
 
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS responses (
-    id TEXT PRIMARY KEY, used REAL, bytes INTEGER, model TEXT, body TEXT, input TEXT, messages TEXT, tokens BLOB,
-    end INTEGER, key BLOB
-);
-CREATE INDEX IF NOT EXISTS responses_used ON responses (used);
-CREATE TABLE IF NOT EXISTS items (id TEXT, response TEXT, item TEXT, PRIMARY KEY (response, id));
-CREATE INDEX IF NOT EXISTS items_id ON items (id);
-"""
+RESPONSES, ITEMS = "responses", "items of responses"  # kinds: a value of the second is the id of a response
+# What storing raises: of SQLite, of the disk, and what the engine makes of other stores' errors.
+STORE_ERRORS = (sqlite3.Error, OSError, StoreUnreachable)
+ATTEMPTS = 10  # to commit a record that other processes change too
+ALIVE_SECONDS = 60.0  # after which one that is made elsewhere, and was not stored again, counts as lost
 
 
 @dataclass(frozen=True)
@@ -41,72 +38,89 @@ class StoredResponse:
     tokens: Sequence[int]
     end: int | None
     key: bytes  # of instructions, tools and what else the prompt depends on
+    stored_at: float = field(default_factory=time)
 
     @property
     def ended(self) -> bool:
         """Whether it was answered: one in the background may be asked for before, and a kill ends it."""
         return self.body["status"] not in ("queued", "in_progress")
 
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        return [*self.input, *self.body["output"]]
+
+    def to_bytes(self) -> bytes:
+        told = {
+            "model": self.model,
+            "body": self.body,
+            "input": self.input,
+            "messages": [asdict(message) for message in self.messages],
+            "end": self.end,
+            "key": self.key.hex(),
+            "stored_at": self.stored_at,
+        }
+        return joined(told, packed(self.tokens))
+
+    @staticmethod
+    def of(id: str, data: bytes) -> StoredResponse | None:
+        """Inverse of `to_bytes`; None for other bytes."""
+        try:
+            told, tokens = parted(data)
+            body, listed, model, end = told["body"], told["input"], str(told["model"]), told["end"]
+            items = [*listed, *body["output"]]
+            if not (type(body["status"]) is str and all(type(item["id"]) is str for item in items)):
+                return None
+            messages, key = tuple(map(_message, told["messages"])), bytes.fromhex(told["key"])
+            end = None if end is None else int(end)
+            return StoredResponse(
+                id, model, body, listed, messages, unpacked(tokens), end, key, float(told["stored_at"])
+            )
+        except (SnapshotError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            return None
+
 
 class ResponseStore:
-    """Stored responses, at most `most` bytes of them, in `folder` or in memory. Thread-safe."""
+    """Stored responses; at most `most` bytes of them, if their store has no limits of its own. Thread-safe."""
 
-    def __init__(self, folder: Path | None, most: int) -> None:
-        self._most = most
-        self._lock = Lock()
-        self._uses = Uses("responses")
-        self._connection = open_database(folder, "responses.sqlite", SCHEMA)
+    def __init__(self, records: RecordStore, most: int) -> None:
+        self._records, self._most = records, most
 
-    def put(self, stored: StoredResponse) -> None:
-        body, items = json.dumps(stored.body), json.dumps(stored.input)
-        messages = json.dumps([asdict(message) for message in stored.messages])
-        tokens = array("I", stored.tokens).tobytes()
-        size = 2 * (len(body) + len(items)) + len(messages) + len(tokens)  # items are there once more, by their ids
-        row = (stored.id, time(), size, stored.model, body, items, messages, tokens, stored.end, stored.key)
-        with self._lock, self._connection as connection:
-            self._uses.write(connection)
-            connection.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
-            listed = [(item["id"], stored.id, json.dumps(item)) for item in (*stored.input, *stored.body["output"])]
-            connection.executemany("INSERT OR REPLACE INTO items VALUES (?, ?, ?)", listed)
-            (held,) = connection.execute("SELECT total(bytes) FROM responses").fetchone()
-            for id, count in connection.execute("SELECT id, bytes FROM responses ORDER BY used").fetchall():
-                if held <= self._most:
-                    break
-                self._delete(id)
-                held -= count
+    def put(self, stored: StoredResponse, *, begun: bool = False) -> None:
+        """Store a response. One that had `begun` stays as it is if it was deleted since, or has ended."""
+        data = stored.to_bytes()
+        for old in self._records.excess(RESPONSES, self._most):
+            self.delete(old)
+        self._records.put_values(ITEMS, {item["id"]: stored.id.encode() for item in stored.items})
+        for _ in range(ATTEMPTS):
+            there = self._records.read(RESPONSES, stored.id)
+            if begun and there is not None:
+                before = StoredResponse.of(stored.id, there.data)
+                if there.deleted or (before is not None and before.ended):
+                    return
+            if self._records.commit(RESPONSES, stored.id, data, 1 if there is None else there.generation + 1):
+                return
+        raise OSError(f"the response {stored.id} in the store changes all the time")
 
     def get(self, id: str) -> StoredResponse | None:
-        with self._lock:
-            row = self._connection.execute(
-                "SELECT model, body, input, messages, tokens, end, key FROM responses WHERE id = ?", (id,)
-            ).fetchone()
-            if row is None:
-                return None
-            self._uses.note(id)
-        model, body, items, messages, tokens, end, key = row
-        ids = array("I")
-        ids.frombytes(tokens)
-        return StoredResponse(
-            id, model, json.loads(body), json.loads(items), tuple(map(_message, json.loads(messages))), ids, end, key
-        )
+        found = self._records.read(RESPONSES, id)
+        return None if found is None else StoredResponse.of(id, found.data)
 
     def find_item(self, id: str) -> dict[str, Any] | None:
         """An item of the input or output of any response."""
-        with self._lock:
-            row = self._connection.execute("SELECT item FROM items WHERE id = ?", (id,)).fetchone()
-        return None if row is None else json.loads(row[0])
+        holder = self._records.get_value(ITEMS, id)
+        stored = None if holder is None else self.get(holder.decode(errors="replace"))
+        return None if stored is None else next((item for item in stored.items if item["id"] == id), None)
 
     def delete(self, id: str) -> bool:
-        with self._lock, self._connection:
-            return self._delete(id)
-
-    def _delete(self, id: str) -> bool:
-        self._connection.execute("DELETE FROM items WHERE response = ?", (id,))
-        return self._connection.execute("DELETE FROM responses WHERE id = ?", (id,)).rowcount > 0
-
-    def close(self) -> None:
-        with self._lock:
-            self._connection.close()
+        for _ in range(ATTEMPTS):
+            there = self._records.read(RESPONSES, id)
+            if there is None or there.deleted:
+                return False
+            if self._records.commit(RESPONSES, id, b"", there.generation + 1):
+                if (stored := StoredResponse.of(id, there.data)) is not None:
+                    self._records.remove_values(ITEMS, [item["id"] for item in stored.items])
+                return True
+        raise OSError(f"the response {id} in the store changes all the time")
 
 
 def _message(given: dict[str, Any]) -> Message:

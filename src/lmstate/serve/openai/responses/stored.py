@@ -32,7 +32,7 @@ def _shown(kept: KeptResponses, stored: StoredResponse) -> dict[str, Any]:
     """A stored response; one that runs in the background as it stands."""
     if (live := kept.background.running(stored.id)) is not None:
         return live.shown()
-    if not stored.ended:
+    if not stored.ended and not kept.made_elsewhere(stored):
         error = {"code": "server_error", "message": "the server was restarted before the response was complete"}
         return {**stored.body, "status": "failed", "error": error}
     return stored.body
@@ -83,4 +83,6 @@ async def cancel_response(service: Service, request: Request) -> ASGIApp:
         live.cancel()
         await live.ended()
         stored = await _stored(request)
+    elif kept_responses(request).made_elsewhere(stored):
+        raise ApiError(f"the response {stored.id!r} is made by another server of this store: cancel it there", 409)
     return json_response(_shown(kept_responses(request), stored))
