@@ -37,7 +37,10 @@ from tests.waiting import GUARD, wait_until
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
 LONG = {**CHAT, "max_tokens": 1500, "ignore_eos": True, "stream": True}
 # A server that waits for what its store has as long as that takes: what is reused is not to depend on the machine.
-PATIENT = "from lmstate.engine import reuse; reuse.LEAST_PATIENCE = 600.0; from lmstate.cli import main; main()"
+PATIENT = (
+    "from lmstate.engine import reuse; from lmstate.engine.tiers import fetch; from lmstate.cli import main; "
+    "reuse.LEAST_PATIENCE = fetch.ASKING_SECONDS = 600.0; main()"
+)
 MAIN = (sys.executable, "-c", PATIENT)
 BASE = Settings("tiny", port=0, ping_interval=0.2)
 

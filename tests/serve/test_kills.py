@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+import signal
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 
 import lmstate
 from tests.engine.alone import alone
+from tests.serve.killed import PHASES
 from tests.serve.running import load_tiny
 from tests.serve.test_behavior import command
 from tests.waiting import GUARD, wait_until
@@ -35,10 +38,13 @@ class Client:
     responses: list[tuple[str | None, str, dict[str, Any]]] = field(default_factory=list)  # (previous, input, answer)
     kept: list[int] = field(default_factory=list)  # tokens of its session that the server has confirmed
     asked: tuple[str, dict[str, Any]] | None = None  # (key, body) of a turn whose end was not heard of
+    conversation: str | None = None
+    said: list[str] = field(default_factory=list)  # in that conversation, as the server has confirmed it
+    saying: tuple[str, str] | None = None  # (key, text) of a turn in it whose end was not heard of
     failures: list[str] = field(default_factory=list)
 
     def run(self, url: str) -> None:
-        acts = (self.complete, self.leave, self.talk, self.respond, self.session)
+        acts = (self.complete, self.leave, self.talk, self.respond, self.session, self.converse)
         with (
             contextlib.suppress(httpx.TransportError),
             httpx.Client(base_url=url, timeout=GUARD, limits=httpx.Limits(max_keepalive_connections=0)) as http,
@@ -116,6 +122,28 @@ class Client:
         assert made["stored"]
         assert http.get(f"/v1/sessions/{name}").json()["tokens"] == self.kept, "a turn is there twice, or not at all"
 
+    def converse(self, http: httpx.Client) -> None:
+        """A conversation has each turn that was confirmed once; one that a kill interrupted is asked for again."""
+        if self.conversation is None:
+            self.conversation = self.post(http, "/v1/conversations")["id"]
+        if self.saying is None:
+            self.saying = f"key {self.draw.random()}", f"Turn {len(self.said) // 2}"
+        key, text = self.saying
+        body = {"max_output_tokens": 4, "temperature": 0, "ignore_eos": True, "conversation": self.conversation}
+        made = self.post(http, "/v1/responses", key=key, input=text, **body)
+        assert made["store"]
+        self.said += [text, made["output"][0]["content"][0]["text"]]
+        self.saying = None
+        assert self.heard(http) == self.said, "a turn is there twice, or not at all, or is another one"
+        if len(self.said) > 20:
+            self.conversation, self.said = None, []
+
+    def heard(self, http: httpx.Client) -> list[str]:
+        """What the server has of its conversation."""
+        answer = http.get(f"/v1/conversations/{self.conversation}/items", params={"order": "asc", "limit": 100})
+        answer.raise_for_status()
+        return [item["content"][0]["text"] for item in answer.json()["data"]]
+
     def check(self, model: lmstate.Model, http: httpx.Client) -> None:
         """What was answered is what each request gets alone; what was stored is there, and goes on as it did."""
         assert not self.failures
@@ -125,6 +153,9 @@ class Client:
             assert http.get(f"/v1/responses/{answer['id']}").json()["output"] == answer["output"]
             again = self.ask(http, previous, text)
             assert again["output"][0]["content"] == answer["output"][0]["content"]
+        while self.conversation is not None and self.saying is not None:
+            self.converse(http)
+        assert self.conversation is None or self.heard(http) == self.said
 
 
 def at_work(clients: list[Client], threads: list[Thread], more: int) -> None:
@@ -166,3 +197,35 @@ def test_each_answer_of_a_server_that_is_killed_is_that_of_its_request_alone(tmp
 @pytest.mark.parametrize("seed", range(2, 6))
 def test_many_kills(tmp_path: Path, seed: int) -> None:
     survive(tmp_path, kills=8, seed=seed)
+
+
+def survive_phases(tmp_path: Path, kills: list[tuple[str, int]], seed: int) -> None:
+    """As `survive`, of a server that kills itself at phases of a turn."""
+    model = load_tiny(tmp_path / "model")
+    clients = [Client(number, random.Random(seed * 100 + number)) for number in range(3)]
+    options = ("--weights", "float32", "--rows", "3", "--memory", "4MiB", "--store", str(tmp_path / "store"))
+    for phase, call in kills:
+        main = (sys.executable, "-m", "tests.serve.killed", phase, str(call))
+        with command(tmp_path / "model", *options, main=main) as (process, url):
+            threads = [Thread(target=client.run, args=(url,)) for client in clients]
+            for thread in threads:
+                thread.start()
+            assert process.wait(GUARD) == -signal.SIGKILL
+            for thread in threads:
+                thread.join(GUARD)
+                assert not thread.is_alive()
+        assert not any(client.failures for client in clients), (phase, call)
+    with command(tmp_path / "model", *options) as (_, url), httpx.Client(base_url=url, timeout=300) as http:
+        for client in clients:
+            client.check(model, http)
+
+
+def test_a_server_that_is_killed_while_it_stores_a_turn_loses_nothing(tmp_path: Path) -> None:
+    survive_phases(tmp_path, [("record in its transaction", 9), ("record stored", 12)], seed=1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("phase", PHASES)
+def test_kills_at_each_phase_of_a_turn(phase: str, tmp_path: Path) -> None:
+    draw = random.Random(phase)
+    survive_phases(tmp_path, [(phase, draw.randrange(1, 40)) for _ in range(10)], seed=2)

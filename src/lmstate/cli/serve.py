@@ -44,8 +44,8 @@ def serve(
         typer.Option(
             "--store",
             metavar="FOLDER|URL",
-            help="Prefixes, sessions and responses survive in this folder; or prefixes and sessions in this Redis or "
-            "object store.",
+            help="Prefixes, sessions and responses survive in this folder, Redis or object store, for all servers that "
+            "share it.",
         ),
     ] = None,
     max_itl: Annotated[

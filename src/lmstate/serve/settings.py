@@ -23,7 +23,7 @@ class Settings:
     api_keys: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()  # other names that clients may ask the model by
     cors_origins: tuple[str, ...] = ()  # exact origins, or "*"
-    folder: Path | None = None  # responses and saved sessions; None: memory, and saving is refused
+    folder: Path | None = None  # conversations of the page and saved sessions; None: memory, and saving is refused
     log_prompts: bool = False
     max_body: int = 16 * 2**20
     max_snapshot: int = 2**32  # of a session's file that a client sends

@@ -11,11 +11,13 @@ from lmstate.engine.tiers.blobs import Blobs
 from lmstate.engine.tiers.record_store import MOST_RECORD, StoredRecord, check_size
 from lmstate.engine.tiers.seal import SealBroken
 
+CHECKSUM = hashlib.sha256().digest_size
+READS = 2  # of a record that is damaged: what went wrong may be the reading
 MOST_NAMES = 50_000  # records of a kind whose names are told
 
 
 class BlobRecords:
-    """Records under the hashes of their kinds and names; each begins with its name.
+    """Records under the hashes of their kinds and names; each has a checksum and its name.
 
     <kind>/records/<hash>                 a record, in generations (an object store: .../<hash>/<generation>)
     <kind>/values/<hash>                  a value
@@ -27,37 +29,35 @@ class BlobRecords:
         self._names: dict[str, str] = {}  # by their places
 
     def read(self, kind: str, name: str) -> StoredRecord | None:
-        try:
-            found = self._blobs.read_record(_place(kind, "records", name), MOST_RECORD)
-        except SealBroken as broken:
-            return StoredRecord(broken.generation, b"", damaged=True)
-        if found is None:
-            return None
-        generation, data = found
-        if not data:
-            return StoredRecord(generation, b"")
-        named = _named(name, b"")
-        if not data.startswith(named) or len(data) == len(named):
-            return StoredRecord(generation, b"", damaged=True)
-        return StoredRecord(generation, data[len(named) :])
+        for _ in range(READS):
+            try:
+                found = self._blobs.read_record(_place(kind, "records", name), MOST_RECORD)
+            except SealBroken as broken:
+                found = broken.generation, broken.data  # whose checksum, in the place of a seal, is no right one
+            if found is None:
+                return None
+            if not found[1]:
+                return StoredRecord(found[0], b"")
+            if (told := _opened(found[1])) is not None and told[0] == name:
+                return StoredRecord(found[0], told[1])
+        return StoredRecord(found[0], b"", damaged=True)
 
     def read_generation(self, kind: str, name: str) -> int | None:
         found = self._blobs.read_record(_place(kind, "records", name), 0)
         return None if found is None else found[0]
 
     def commit(self, kind: str, name: str, data: bytes, generation: int) -> bool:
-        data = _named(name, data) if data else b""
+        data = _closed(name, data) if data else b""
         check_size(data)
         return self._blobs.commit_record(_place(kind, "records", name), data, generation)
 
     def names(self, kind: str) -> Iterable[str]:
         for place in islice(self._blobs.record_names(f"{_folder(kind)}/records/"), MOST_NAMES):
             if place not in self._names:
-                with suppress(SealBroken, UnicodeDecodeError):
-                    _, data = self._blobs.read_record(place, MOST_RECORD) or (0, b"")
-                    name = data[4 : 4 + int.from_bytes(data[:4], "little")].decode("utf-8", "surrogatepass")
-                    if place == _place(kind, "records", name):
-                        self._names[place] = name
+                with suppress(SealBroken):
+                    told = _opened((self._blobs.read_record(place, MOST_RECORD) or (0, b""))[1])
+                    if told is not None and place == _place(kind, "records", told[0]):
+                        self._names[place] = told[0]
             if place in self._names:
                 yield self._names[place]
 
@@ -96,9 +96,22 @@ def _place(kind: str, what: str, name: str) -> str:
     return f"{_folder(kind)}/{what}/{hashlib.sha256(_bytes(name)).hexdigest()}"
 
 
-def _named(name: str, data: bytes) -> bytes:
-    """Data behind its name."""
-    return len(_bytes(name)).to_bytes(4, "little") + _bytes(name) + data
+def _closed(name: str, data: bytes) -> bytes:
+    """A record as it is stored: a checksum, the name, the data."""
+    body = len(_bytes(name)).to_bytes(4, "little") + _bytes(name) + data
+    return hashlib.sha256(body).digest() + body
+
+
+def _opened(stored: bytes) -> tuple[str, bytes] | None:
+    """(the name, the data), inverse of `_closed`; None for other bytes."""
+    body = stored[CHECKSUM:]
+    end = 4 + int.from_bytes(body[:4], "little")
+    if hashlib.sha256(body).digest() != stored[:CHECKSUM] or len(body) <= end:
+        return None
+    try:
+        return body[4:end].decode("utf-8", "surrogatepass"), body[end:]
+    except UnicodeDecodeError:
+        return None
 
 
 def _bytes(name: str) -> bytes:

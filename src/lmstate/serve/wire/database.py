@@ -4,25 +4,9 @@ from __future__ import annotations
 
 import sqlite3
 from pathlib import Path
-from time import time
 
 from lmstate.files.private import private_file, private_folder
 from lmstate.files.sqlite_schema import unusable
-
-
-class Uses:
-    """The times at which rows were last read, written along with other changes: reading waits for no lock."""
-
-    def __init__(self, table: str) -> None:
-        self._table = table
-        self._used: dict[str, float] = {}
-
-    def note(self, id: str) -> None:
-        self._used[id] = time()
-
-    def write(self, connection: sqlite3.Connection) -> None:
-        used, self._used = self._used, {}
-        connection.executemany(f"UPDATE {self._table} SET used = ? WHERE id = ?", [(at, id) for id, at in used.items()])
 
 
 def open_database(folder: Path | None, name: str, schema: str) -> sqlite3.Connection:

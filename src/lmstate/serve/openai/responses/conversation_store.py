@@ -68,11 +68,11 @@ class ResponseConversations:
     def append(
         self, id: str, items: Sequence[dict[str, Any]], *, response: str | None = None, after: int | None = None
     ) -> None:
-        """Add items, unless `response` has added them. It is the one that they end with, if it was made of the first
-        `after` items."""
+        """Add items, unless they are of a `response` and their last one is there. It is the response that the
+        conversation ends with, if it was made of the first `after` items."""
 
         def appended(there: StoredConversation) -> StoredConversation:
-            if response is not None and there.last == response:
+            if response is not None and any(item["id"] == items[-1]["id"] for item in there.items):
                 return there
             last = response if len(there.items) == after else None
             return replace(there, items=(*there.items, *items), last=last)

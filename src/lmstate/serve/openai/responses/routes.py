@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -157,14 +158,6 @@ class ResponseAnswer:
         message = items.answer_message(self.task.answers[0])
         sampled = self.service.remember(self.task, self.task.answers[0], message)
         response = self.object(status)
-        if (conversation := self.asked.conversation) is not None:  # first: if it cannot go on, nothing is stored
-            await asyncio.to_thread(
-                self.kept.conversations.append,
-                conversation.id,
-                [*self.asked.input, *response["output"]],
-                response=self.id if self.asked.store else None,
-                after=len(conversation.items),
-            )
         if self.asked.store:
             instructed = self.asked.body.instructions is not None
             try:
@@ -173,6 +166,21 @@ class ResponseAnswer:
             except STORE_ERRORS as error:  # a full disk, say: what was computed is answered, and said to be not stored
                 log.error("the response %s could not be stored: %s", self.id, error)
                 response["store"] = False
+        # The conversation comes second: a kill in between is made good when the request is repeated with its key.
+        if (conversation := self.asked.conversation) is not None:
+            try:
+                await asyncio.to_thread(
+                    self.kept.conversations.append,
+                    conversation.id,
+                    [*self.asked.input, *response["output"]],
+                    response=self.id if response["store"] else None,
+                    after=len(conversation.items),
+                )
+            except BaseException:
+                if response["store"] and not self.asked.background:  # one in the background is stored as failed
+                    with suppress(*STORE_ERRORS):
+                        await asyncio.to_thread(self.kept.responses.delete, self.id)
+                raise
         return response
 
     async def store_progress(self) -> None:
@@ -265,6 +273,10 @@ async def told_again(service: Service, kept: KeptResponses, body: ResponseBody, 
     stored = await asyncio.to_thread(kept.responses.get, id)
     if stored is None or not stored.ended:
         return None
+    if (conversation := stored.body.get("conversation")) is not None:  # a kill may have come before it had them
+        await asyncio.to_thread(
+            partial(kept.conversations.append, conversation["id"], stored.items, response=stored.id)
+        )
     if not body.stream:
         return json_response(stored.body)
 

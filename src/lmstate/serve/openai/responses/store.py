@@ -86,7 +86,7 @@ class ResponseStore:
         self._records, self._most = records, most
 
     def put(self, stored: StoredResponse, *, begun: bool = False) -> None:
-        """Store a response. One that had `begun` stays as it is if it was deleted since, or has ended."""
+        """Store a response. One that had `begun` before stays deleted if it was, and ended if it has."""
         data = stored.to_bytes()
         for old in self._records.excess(RESPONSES, self._most):
             self.delete(old)
@@ -95,7 +95,7 @@ class ResponseStore:
             there = self._records.read(RESPONSES, stored.id)
             if begun and there is not None:
                 before = StoredResponse.of(stored.id, there.data)
-                if there.deleted or (before is not None and before.ended):
+                if there.deleted or (before is not None and before.ended and not stored.ended):
                     return
             if self._records.commit(RESPONSES, stored.id, data, 1 if there is None else there.generation + 1):
                 return
