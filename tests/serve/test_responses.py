@@ -262,7 +262,7 @@ def test_an_answer_that_cannot_be_stored_is_given_and_the_log_tells(
     caplog: pytest.LogCaptureFixture,
     stream: bool,
 ) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
     with monkeypatch.context() as patched:
