@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
+import os
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,12 @@ def full(connection: sqlite3.Connection) -> Iterator[None]:
     """No page more than the database has."""
     (pages,) = connection.execute("pragma page_count").fetchone()
     connection.execute(f"pragma max_page_count = {pages}")
+    for size in (1000, 100, 1):  # of records, which are packed, there is room for some in the pages that there are
+        with suppress(sqlite3.OperationalError):
+            while True:
+                with connection:
+                    row = (os.urandom(8).hex(), os.urandom(size))
+                    connection.execute("insert into records values ('filler', ?, 1, ?, x'', 0, 0)", row)
     try:
         yield
     finally:
@@ -66,7 +72,7 @@ def held(connection: sqlite3.Connection) -> Iterator[None]:
 
 Trouble = Callable[[sqlite3.Connection], Any]
 KINDS = pytest.mark.parametrize("trouble, status", [(full, 507), (held, 503)])
-LONG = random.Random(0).randbytes(4000).hex()  # more than what a page has left, also packed
+LONG = "x" * 1900  # more than what a page has left
 
 
 def database(server: Running, name: str) -> sqlite3.Connection:

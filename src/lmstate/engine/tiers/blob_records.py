@@ -29,18 +29,21 @@ class BlobRecords:
         self._names: dict[str, str] = {}  # by their places
 
     def read(self, kind: str, name: str) -> StoredRecord | None:
+        generation = 0
         for _ in range(READS):
             try:
                 found = self._blobs.read_record(_place(kind, "records", name), MOST_RECORD)
             except SealBroken as broken:
-                found = broken.generation, broken.data  # whose checksum, in the place of a seal, is no right one
+                generation = broken.generation
+                continue
             if found is None:
                 return None
-            if not found[1]:
-                return StoredRecord(found[0], b"")
-            if (told := _opened(found[1])) is not None and told[0] == name:
-                return StoredRecord(found[0], told[1])
-        return StoredRecord(found[0], b"", damaged=True)
+            generation, stored = found
+            if not stored:
+                return StoredRecord(generation, b"")
+            if (told := _opened(stored)) is not None and told[0] == name:
+                return StoredRecord(generation, told[1])
+        return StoredRecord(generation, b"", damaged=True)
 
     def read_generation(self, kind: str, name: str) -> int | None:
         found = self._blobs.read_record(_place(kind, "records", name), 0)
