@@ -1,15 +1,15 @@
-"""A second device: the GPU where there is one, else a pretended one.
+"""Other devices: the GPU where there is one, else pretended ones.
 
-On the pretended one tensors keep their numbers in ordinary memory and are only marked as lying elsewhere. Inside it,
-whatever is made on or sent to `DEVICE` is marked, and so is what is computed from it. A function that is given marked
-and unmarked tensors together fails as on a real machine, and so does a body for the processor that asks for the address
-of a marked one.
+On pretended ones tensors keep their numbers in ordinary memory and are only marked as lying elsewhere. Inside
+`OtherDevice`, whatever is made on or sent to a CUDA device is marked with it, and so is what is computed from it. A
+function that is given tensors of several devices together fails as on a real machine, and so does a body for the
+processor that asks for the address of a marked one.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,24 +18,26 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
-DEVICE = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+DEVICE, *MORE = (torch.device("cuda", index) for index in range(4))
+"""The first of the devices, and others that are there where they are pretended."""
 REAL = torch.cuda.is_available()
-MARK = "lies_elsewhere"
+MARK = "lies_on"
 # May take tensors of both: copies between devices, an index of integers on the host.
 BOTH = {Tensor.copy_, Tensor.__getitem__}
 ADDRESSES = {Tensor.data_ptr, Tensor.numpy, Tensor.__array__}
-PROPERTIES: dict[Any, Callable[[], Any]] = {
-    Tensor.device.__get__: lambda: DEVICE,  # type: ignore[attr-defined]
-    Tensor.is_cpu.__get__: lambda: False,  # type: ignore[attr-defined]
-    Tensor.is_cuda.__get__: lambda: True,  # type: ignore[attr-defined]
-}
+DEVICE_OF, IS_CPU, IS_CUDA = (getattr(Tensor, name).__get__ for name in ("device", "is_cpu", "is_cuda"))
+
+
+def place_of(x: Tensor) -> torch.device:
+    """The device of a tensor, pretended ones included."""
+    with torch._C.DisableTorchFunction():
+        place: torch.device = x.device if REAL else getattr(x, MARK, CPU)
+    return place
 
 
 def elsewhere(x: Tensor) -> bool:
-    if REAL:
-        return x.is_cuda
-    with torch._C.DisableTorchFunction():
-        return getattr(x, MARK, False)
+    return place_of(x) != CPU
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -48,59 +50,76 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def _mark(value: Any, there: bool) -> Any:
+def _mark(value: Any, place: torch.device) -> Any:
     for x in tensors_in(value):
         with torch._C.DisableTorchFunction():
-            setattr(x, MARK, there)
+            setattr(x, MARK, place)
     return value
 
 
+def _pretended(device: Any) -> torch.device:
+    """The place that a device names; the current GPU is the first."""
+    named = torch.device(device)
+    return torch.device(named.type, named.index or 0) if named.type == DEVICE.type else CPU
+
+
 class PretendedDevice(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.moves: list[tuple[torch.device, torch.device, torch.Size]] = []
+        """Of every copy of floats `[R, T, E]` between devices: from, to, shape."""
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         given = list(tensors_in((*args, *kwargs.values())))
-        marked = [elsewhere(x) for x in given]
-        if func in PROPERTIES and marked[0]:
-            return PROPERTIES[func]()
+        places = [place_of(x) for x in given]
+        elsewheres = {place for place in places if place != CPU}
+        if func == DEVICE_OF and elsewheres:
+            return places[0]
+        if func in (IS_CPU, IS_CUDA) and elsewheres:
+            return func == IS_CUDA
         caller = str(sys._getframe(1).f_globals.get("__name__"))
-        if func in ADDRESSES and marked[0] and caller.startswith("lmstate.ops.cpu"):
-            raise RuntimeError(f"{func.__name__} of a tensor on {DEVICE}")
+        if func in ADDRESSES and elsewheres and caller.startswith("lmstate.ops.cpu"):
+            raise RuntimeError(f"{func.__name__} of a tensor on {places[0]}")
         if func is Tensor.cpu:
-            return _mark(args[0].clone() if marked[0] else args[0], False)
+            return _mark(args[0].clone() if elsewheres else args[0], CPU)
         if func is Tensor.to:
-            return self._to(args, kwargs, marked)
+            return self._to(args, kwargs, places)
         if (device := kwargs.get("device")) is not None:
-            there = torch.device(device).type == DEVICE.type
             kwargs["device"] = "cpu"
-            return _mark(func(*args, **kwargs), there)
-        if any(marked) and func not in BOTH:
-            here = [x.shape for x, there in zip(given, marked) if not there and x.ndim]
-            if here:
-                raise RuntimeError(f"{getattr(func, '__name__', func)}: tensors {here} on cpu beside some on {DEVICE}")
+            return _mark(func(*args, **kwargs), _pretended(device))
+        if elsewheres and func not in BOTH:
+            others = [(x.shape, place) for x, place in zip(given, places) if place == CPU and x.ndim]
+            if others or len(elsewheres) > 1:
+                raise RuntimeError(f"{getattr(func, '__name__', func)}: tensors {others} beside some on {elsewheres}")
         if func is torch.mm and "out_dtype" in kwargs:  # which torch has on GPUs alone
-            return _mark(torch.mm(*(x.to(kwargs["out_dtype"]) for x in args)), True)
-        inplace = func is Tensor.copy_ or func is Tensor.__getitem__
-        return self._after(func(*args, **kwargs), marked[0] if inplace else any(marked))
+            return _mark(torch.mm(*(x.to(kwargs["out_dtype"]) for x in args)), places[0])
+        if func in BOTH:
+            return self._after(func(*args, **kwargs), places[0])
+        return self._after(func(*args, **kwargs), *elsewheres)
 
-    def _after(self, out: Any, there: bool) -> Any:
-        return _mark(out, True) if there else out
+    def _after(self, out: Any, *places: torch.device) -> Any:
+        """The output of a function whose tensors lie on one device, or on no other."""
+        return _mark(out, places[0]) if places and places[0] != CPU else out
 
-    def _to(self, args: tuple[Any, ...], kwargs: dict[str, Any], marked: list[bool]) -> Any:
+    def _to(self, args: tuple[Any, ...], kwargs: dict[str, Any], places: list[torch.device]) -> Any:
         x, *rest = args
-        there = marked[0]
-        if len(marked) == 2:  # the dtype and device of another tensor
-            there, rest = marked[1], [rest[0].dtype]
+        place = places[0]
+        if len(places) == 2:  # the dtype and device of another tensor
+            place, rest = places[1], [rest[0].dtype]
         wanted = kwargs.pop("device", None)
         for value in list(rest):
             if isinstance(value, (str, torch.device)):
                 wanted = value
                 rest.remove(value)
         if wanted is not None:
-            there = torch.device(wanted).type == DEVICE.type
+            place = _pretended(wanted)
         out = Tensor.to(x, *rest, **kwargs) if rest or kwargs else x
-        return _mark(out.clone() if there != marked[0] and out is x else out, there)
+        if place != places[0] and x.ndim == 3 and x.is_floating_point():
+            self.moves.append((places[0], place, x.shape))
+        return _mark(out.clone() if place != places[0] and out is x else out, place)
 
 
 OtherDevice = nullcontext if REAL else PretendedDevice

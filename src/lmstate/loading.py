@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from lmstate.checkpoints.placement import Devices, Placement
 from lmstate.errors import ModelError
 from lmstate.models.model import Model
 from lmstate.state.validate import whole_number
@@ -20,7 +21,7 @@ def load(
     name: str | os.PathLike[str],
     weights: str = "auto",
     dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
+    device: Devices | None = None,
     trainable: bool | Literal["lora"] = False,
     lora: LoraConfig | None = None,
     adapter: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]] | None = None,
@@ -35,7 +36,8 @@ def load(
     lose too much are int8, the last with a `UserWarning`), "int8", "bfloat16" or "float32"; "auto" keeps the precision
     of a quantized file, and takes float checkpoints in bfloat16 where the processor multiplies it, else in float32.
     dtype: of stored keys and values and of large products; float32 for float32 weights, else bfloat16.
-    device: the CPU unless given.
+    device: the CPU unless given. Several devices share the model's blocks by bytes (`["cuda:0", "cuda:1"]`) or as given
+    (`{"cuda:0": 20, "cpu": 12}`); "auto" fills the GPUs and leaves the rest to the CPU. See docs/devices.md.
     trainable: True for a model of which every weight is a parameter, "lora" for one of which an adapter is, described
     by `lora` (see `lmstate.training`), over weights of any storage.
     adapter: a folder with a LoRA adapter as PEFT saves it, which runs beside the weights, or is merged into them with
@@ -54,15 +56,19 @@ def load(
     from lmstate.checkpoints.open import open_checkpoint
     from lmstate.models.families import build
 
-    _check_device(device)
+    placement = Placement.of(device)
     adapted = trainable or lora is not None or adapter is not None or merge
     if heads and adapted:
         raise ModelError("heads do not go with training or adapters: they were made for the model alone")
     if context_size is not None and whole_number(context_size, "context_size") < 1:
         raise ValueError(f"context_size={context_size} was asked for; give 1 token or more")
     own = heads if isinstance(heads, bool) else False
+    if placement.spreads and adapted:
+        raise ModelError(
+            f"load(device={device!r}) was asked for with training or an adapter, which take one device: name one"
+        )
     opened, tokenizer, defaults = open_checkpoint(
-        name, weights, dtype, device, heads=own, activations=activations, context_size=context_size
+        name, weights, dtype, placement, heads=own, activations=activations, context_size=context_size
     )
     if adapted:
         from lmstate.training import open_model
@@ -75,9 +81,9 @@ def load(
         from lmstate.checkpoints.loader import WeightLoader
         from lmstate.models.heads.published import with_head
 
-        dtype = model.dtype
+        dtype, output = model.dtype, model.output_device
         model = with_head(
-            model, resolve(heads), lambda source: WeightLoader(source, weights, dtype, device or "cpu", cache_dir())
+            model, resolve(heads), lambda source: WeightLoader(source, weights, dtype, output, cache_dir())
         )
     model.name = str(name)
     model.defaults = defaults
@@ -87,14 +93,3 @@ def load(
     eos = defaults.get("eos_token_id")
     model.eos_ids = frozenset(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos])
     return model
-
-
-def _check_device(device: torch.device | str | None) -> None:
-    """Raise ValueError for a device that torch does not know or cannot use here."""
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"load(device={str(device)!r}) was asked for, but torch cannot use it here ({str(error).splitlines()[0]}); "
-            "leave device out for the CPU"
-        ) from error

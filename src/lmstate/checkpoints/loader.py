@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, overload
 
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.conversion_cache import ConversionCache
+from lmstate.checkpoints.placement import Devices, Placement, Sizes
 from lmstate.checkpoints.source import GroupedQuant, Source, floats
 from lmstate.errors import ModelError
 from lmstate.ops.memory import spare
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
 KINDS = ("auto", "int4", "int8", "bfloat16", "float32")
 ACTIVATIONS = ("auto", 8, 16)
 # From fewest bits to most: matrices that are stacked into one take the widest storage among them.
+BITS = {"int4": 5.0, "int8": 8.5, "bfloat16": 16.0, "float16": 16.0, "float32": 32.0}
+"""Bits of a number in each storage, with the scales of its group."""
 WIDTHS = ("int4", "int8", "bfloat16", "float16", "float32")
 MOST_LOST = {"int4": 0.15, "int8": 0.05}
 """The quantization error beyond which int4 becomes int8, and int8 is warned about: normal numbers have 0.08 and 0.005,
@@ -48,7 +53,8 @@ class WeightLoader:
     folder where conversions are kept, None for nowhere. `progress`: whether a long conversion may draw a bar on a
     terminal. `heads`: whether multi-token prediction heads are wanted. `activations`: the bits of the activations that
     int4 and int8 matrices multiply; "auto" is 16, and of 8 heads keep 16, where 8 would cost most. `context_size`:
-    tokens that texts may have; where that is more than the model was made for, YaRN stretches its positions.
+    tokens that texts may have; where that is more than the model was made for, YaRN stretches its positions. `device`:
+    where the model is to lie, several devices for one whose blocks are spread; of "auto" weights the first one decides.
 
     Matrices that need no conversion lie in the mapped checkpoint itself. Those that are stacked from several (q, k, v)
     are copied together at each start, and bfloat16 ones are packed in 12 bits where a native body reads them so: both
@@ -61,7 +67,7 @@ class WeightLoader:
         source: Source,
         kind: str = "auto",
         dtype: torch.dtype | None = None,
-        device: torch.device | str = "cpu",
+        device: Devices | Placement | None = None,
         cache: Path | None = None,
         progress: bool = True,
         heads: bool = False,
@@ -78,7 +84,8 @@ class WeightLoader:
         self.heads = heads
         self.activations = activations
         self.context_size = context_size
-        self.device = torch.device(device)
+        self.placement = Placement.of(device)
+        self.device = self.placement.devices[0]  # on which what is asked for next is to lie
         self.config = Config(source.config, f"config of {source.path}")
         self.float_kind = "bfloat16" if multiplies_bfloat16(self.device) else "float32"
         self.kind = kind
@@ -103,6 +110,40 @@ class WeightLoader:
         other = copy.copy(self)
         other.source, other.config = source, Config(source.config, f"config of {source.path}")
         return other
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """Load on another device what is asked for inside."""
+        before, self.device = self.device, device
+        try:
+            yield
+        finally:
+            self.device = before
+
+    def devices(self, blocks: int, state: int, reads: Sequence[int | None] = ()) -> tuple[torch.device, ...]:
+        """The device of each block. state: bytes that each of them remembers. reads: see `Placement.of_blocks`.
+
+        Raises `ModelError` where the blocks cannot be spread as it was asked for.
+        """
+        if not self.placement.spreads and self.placement.counts is None:
+            return (self.device,) * blocks
+        return self.placement.of_blocks(self._sizes(blocks, state), reads)
+
+    def _sizes(self, blocks: int, state: int) -> Sizes:
+        """Estimate of the bytes that parts of the model take, by the numbers in the names of its tensors."""
+        before = behind = 0
+        inside = [state] * blocks
+        for name in self.source.names():
+            bits = BITS[self._storage([StackedMatrix((name,), self.source.stored(name))])]
+            nbytes = int(math.prod(self.source.shape(name)) * bits / 8)
+            block = next((int(word) for word in name.split(".") if word.isdecimal()), None)
+            if block is not None and block < blocks and not name.startswith("mtp."):
+                inside[block] += nbytes
+            elif block is not None or "head" in name:
+                behind += nbytes
+            else:
+                before += nbytes
+        return Sizes(before, inside, behind)
 
     def has(self, name: str) -> bool:
         return name in self.source.names()

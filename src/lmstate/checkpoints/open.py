@@ -19,6 +19,7 @@ from lmstate.checkpoints.gguf.reader import parts_of
 from lmstate.checkpoints.gguf.source import GgufSource
 from lmstate.checkpoints.hub import cache_dir, resolve
 from lmstate.checkpoints.loader import WeightLoader
+from lmstate.checkpoints.placement import Devices, Placement
 from lmstate.checkpoints.source import Source
 from lmstate.errors import ModelError
 from lmstate.files.atomic import atomic_write
@@ -33,7 +34,7 @@ def open_checkpoint(
     name: str | os.PathLike[str],
     weights: str = "auto",
     dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
+    device: Devices | Placement | None = None,
     progress: bool = True,
     heads: bool = False,
     activations: int | str = "auto",
@@ -46,9 +47,7 @@ def open_checkpoint(
     `repetition_penalty`, and `pooling`, which the checkpoint was trained for (mean, cls, last or another name).
     """
     source = open_cached(resolve(name), cache_dir())
-    held = WeightLoader(
-        source, weights, dtype, device or "cpu", cache_dir(), progress, heads, activations, context_size
-    )
+    held = WeightLoader(source, weights, dtype, device, cache_dir(), progress, heads, activations, context_size)
     defaults = generation_defaults(source.generation, source.config)
     files = source.tokenizer_files()
     tokenizer = Tokenizer(files, defaults["eos_token_id"]) if files is not None else None

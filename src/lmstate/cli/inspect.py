@@ -12,6 +12,7 @@ def inspect(
     model: options.ModelName,
     weights: options.Weights = options.WeightKind.auto,
     activations: options.Activations = options.ActivationBits.auto,
+    device: options.Device = None,
 ) -> None:
     """Show what a model is made of, and what its state costs; or what a saved conversation holds.
 
@@ -19,6 +20,7 @@ def inspect(
     Examples:
       lmstate inspect smollm2
       lmstate inspect path/to/model.gguf --weights int8
+      lmstate inspect smollm2 --device cuda:0=20,cpu=10
       lmstate inspect monday.lmstate
     """
     if model.endswith(".lmstate") or (Path(model).is_file() and not model.endswith(".gguf")):
@@ -33,7 +35,7 @@ def inspect(
     options.refuse_unknown(model)
     from lmstate.cli.inspect_model import model_rows, state_rows, weight_rows
 
-    loaded = options.load_model(model, weights, activations=activations)
+    loaded = options.load_model(model, weights, device=device, activations=activations)
     table(model, ("", ""), model_rows(loaded))
     print()
     table(

@@ -9,9 +9,10 @@ from dataclasses import fields
 
 from torch import Tensor
 
+from lmstate.checkpoints.placement import ranges
 from lmstate.cli.output import size
 from lmstate.generation import Sampler
-from lmstate.models.describe import bytes_by_kind, parameter_count, stored_weights, told_context
+from lmstate.models.describe import bytes_by_kind, parameter_count, stored_weights, told_context, told_devices
 from lmstate.models.fingerprint import weights_in
 from lmstate.models.model import Model
 from lmstate.ops import Weight
@@ -30,7 +31,7 @@ def model_rows(model: Model) -> list[tuple[str, str]]:
         ("vocabulary", f"{config.vocab_size:,}"),
         ("context", told_context(config, model.context_size)),
         ("weights", _weights(weights)),
-        ("computes in", str(model.dtype).removeprefix("torch.")),
+        ("computes in", f"{str(model.dtype).removeprefix('torch.')} on {told_devices(model.devices)}"),
         ("suggested sampling", _sampling(model)),
         *(("note", note) for note in model.notes),
     ]
@@ -106,7 +107,7 @@ def weight_rows(model: Model) -> list[tuple[str, ...]]:
     for (name, kind, activations, shape), (blocks, weights) in groups.items():
         nbytes = sum(weight.nbytes for weight in weights)
         bits = 8 * nbytes / max(1, sum(map(parameter_count, weights)))
-        where = f"blocks {_ranges(blocks)}: {name}" if blocks else name
+        where = f"blocks {ranges(blocks)}: {name}" if blocks else name
         multiplied = "floats" if activations is None else f"{activations} bits"
         rows.append((where, kind, f"{bits:.1f}", multiplied, shape, str(len(weights)), size(nbytes)))
     if small:
@@ -131,14 +132,3 @@ def _named(model: Model) -> Iterator[tuple[str, int | None, Tensor | Weight]]:
             else:
                 name = "embed, head" if tied and part == "embed" else part
                 yield NUMBERS.sub(".*", name + path), None, weight
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers in short: "0-3, 7"."""
-    told: list[list[int]] = []
-    for number in numbers:
-        if told and number == told[-1][-1] + 1:
-            told[-1][1:] = [number]
-        else:
-            told.append([number])
-    return ", ".join("-".join(map(str, each)) for each in told)

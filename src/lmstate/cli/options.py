@@ -119,8 +119,12 @@ Threads = Annotated[
 ]  # fmt: skip
 Device = Annotated[
     str | None,
-    typer.Option("--device", metavar="cpu|cuda", help="Where the model runs, as torch names it; by default the CPU."),
-]
+    typer.Option(
+        "--device", metavar="cpu|cuda|auto|DEVICE=BLOCKS,...",
+        help="Where the model runs, as torch names it; by default the CPU. Several share its blocks: cuda:0,cuda:1 by "
+        "bytes, cuda:0=20,cpu=12 as given; auto fills the GPUs first.",
+    ),
+]  # fmt: skip
 Draft = Annotated[
     str,
     typer.Option(
@@ -191,12 +195,16 @@ def _thread_count(asked: str | None) -> int | Literal["auto"]:
 
 def load_drafter(name: str, device: str | None = None) -> str | Model:
     """Drafter that `--draft` names: "auto", "text", "heads" or "none" as they are, "heads" for a head that is published
-    apart, else the model of that name."""
+    apart, else the model of that name, on the first of the devices."""
     import lmstate
 
     if published_head(name):
         return "heads"
-    return name if name in DRAFTERS else lmstate.load(name, weights=WeightKind.auto.value, device=device)
+    if name in DRAFTERS:
+        return name
+    from lmstate.checkpoints.placement import Placement
+
+    return lmstate.load(name, weights=WeightKind.auto.value, device=Placement.of(device).devices[0])
 
 
 def published_head(draft: str) -> Literal[False] | Path:

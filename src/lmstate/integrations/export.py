@@ -48,7 +48,9 @@ class ExportedStep(nn.Module):
         `capacity`; `StateError` where T does not fit.
         """
         super().__init__()
-        check_static(capacity, max_positions=model.max_positions, dynamic_ropes=model.dynamic_ropes)
+        check_static(
+            capacity, devices=model.devices, max_positions=model.max_positions, dynamic_ropes=model.dynamic_ropes
+        )
         longest = tokens if longest is None else longest
         if not 1 <= tokens <= longest <= capacity or rows < 1:
             raise UnsupportedError(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from lmstate import ops
@@ -34,6 +35,7 @@ class Block:
     scale: float = 1.0  # of what each part adds to the stream
     parallel: bool = False  # both parts read the same input
     output_hook: Callable[[Tensor, Step], Tensor] | None = None  # applied to the stream behind both, `[R, T, E]`
+    device: torch.device | None = None  # where it lies, in a model over several devices
 
     def __call__(self, x: Tensor, step: Step, cache: LayerState) -> Tensor:
         """x float32 `[R, T, E]` -> `[R, T, E]`."""
@@ -82,13 +84,15 @@ class Block:
 
 
 def new_layers(blocks: Iterable[Block], layouts: Iterable[Layout]) -> list[LayerState]:
-    """A layer state for each block."""
+    """A layer state for each block, on its device."""
     layers: list[LayerState] = []
     for block, layout in zip(blocks, layouts):
         if block.reads is None:
-            layers.append(block.mixer.new_state(layout))
+            own = layout if block.device is None else replace(layout, device=block.device)
+            layers.append(block.mixer.new_state(own))
         else:
             source = layers[block.reads]
             assert isinstance(source, KeyValueState)
             layers.append(SharedState(source))
+        layers[-1].device = block.device
     return layers

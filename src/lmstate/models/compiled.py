@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from lmstate.errors import StateError, UnsupportedError
 from lmstate.models.fingerprint import weights_in
 from lmstate.models.layers.rope import Rope
+from lmstate.models.mapped import mapped
 from lmstate.ops import Bfloat12Weight, Weight
 from lmstate.state import State
 from lmstate.state.kv.policies.per_layer import Policies
@@ -26,17 +26,25 @@ def check_static(
     capacity: int | None,
     kv: torch.dtype | Policies | None = None,
     *,
+    devices: Sequence[torch.device],
     max_positions: int | None,
     dynamic_ropes: Iterable[Rope],
 ) -> None:
     """Raise `StateError` or `UnsupportedError` if a model has no static state of this capacity and storage.
 
-    max_positions: how many the model has learned. dynamic_ropes: those whose frequencies depend on a text's length.
+    devices: of the blocks. max_positions: how many the model has learned. dynamic_ropes: those whose frequencies depend
+    on a text's length.
     """
     if kv is not None and not isinstance(kv, torch.dtype):
         raise UnsupportedError(
             f"a static state was asked for with kv={kv}; it stores all keys and values as floats: give a dtype or "
             "nothing, or make a state that is not static"
+        )
+    if len(set(devices)) > 1:
+        told = ", ".join(map(str, dict.fromkeys(devices)))
+        raise UnsupportedError(
+            f"a static state was asked for, and the model lies on {told}; one graph runs on one device: load the model "
+            "on one, or make a state that is not static"
         )
     if capacity is None:
         raise StateError("new_state(static=True) was asked for without a capacity; say how many tokens a row may hold")
@@ -87,23 +95,4 @@ Thing = TypeVar("Thing")
 
 def traceable(thing: Thing) -> Thing:
     """A tree of dataclasses, lists and tuples with every `Bfloat12Weight` as a matrix; itself if there is none."""
-    done: dict[int, Any] = {}  # what is shared stays shared
-
-    def walk(thing: Any) -> Any:
-        if id(thing) not in done:
-            done[id(thing)] = made(thing)
-        return done[id(thing)]
-
-    def made(thing: Any) -> Any:
-        if isinstance(thing, Bfloat12Weight):
-            return thing.plain()
-        if is_dataclass(thing) and not isinstance(thing, type):
-            parts = {part.name: getattr(thing, part.name) for part in fields(thing) if part.init}
-            changed = {name: new for name, part in parts.items() if (new := walk(part)) is not part}
-            return replace(thing, **changed) if changed else thing
-        if isinstance(thing, list | tuple):
-            walked = [walk(part) for part in thing]
-            return thing if all(new is part for new, part in zip(walked, thing)) else type(thing)(walked)
-        return thing
-
-    return walk(thing)
+    return mapped(thing, lambda part: part.plain() if isinstance(part, Bfloat12Weight) else part)

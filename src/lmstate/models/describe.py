@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmstate.checkpoints.placement import ranges, runs_of
 from lmstate.models.block import Block
 from lmstate.models.config import ModelConfig
 from lmstate.models.fingerprint import weights_in
@@ -41,7 +42,7 @@ def describe(
     blocks: Sequence[Block],
     parts: Any,
     dtype: torch.dtype,
-    device: torch.device,
+    devices: Sequence[torch.device],
     heads: int = 0,
 ) -> str:
     """Family, size, layers by kind, storage of the weights."""
@@ -53,9 +54,17 @@ def describe(
     return (
         f"Model({name or config.family}: {config.family}, {sum(map(parameter_count, weights)):,} parameters\n"
         f"  layers: {len(blocks)} ({layers}), hidden size {config.hidden_size:,}, vocabulary {config.vocab_size:,}\n"
-        f"  weights: {stored}; computes in {str(dtype).removeprefix('torch.')} on {device}\n"
+        f"  weights: {stored}; computes in {str(dtype).removeprefix('torch.')} on {told_devices(devices)}\n"
         f"  context: {told_context(config, context_size)})"
     )
+
+
+def told_devices(devices: Sequence[torch.device]) -> str:
+    """Name the devices of blocks, with the blocks of each where there are several."""
+    runs = runs_of(devices)
+    if len(runs) == 1:
+        return str(devices[0])
+    return ", ".join(f"{device} (blocks {ranges(range(first, stop))})" for device, first, stop in runs)
 
 
 def told_context(config: ModelConfig, size: int | None) -> str:

@@ -33,7 +33,8 @@ class Forward:
     run: Run
     head: Head | None  # None: hidden states are what is wanted
     features: int
-    device: torch.device
+    device: torch.device  # of the embedding
+    output: torch.device  # of the stream behind the blocks, and of logits
     on_part: Callable[[int, int], None] | None
     give_way: Callable[[], None]  # see `giving_way`
 
@@ -65,11 +66,11 @@ class Forward:
                 whole[:, : part.width] = piece
                 del piece
         if whole is None:
-            none = torch.zeros(step.rows, 0, self.features, dtype=torch.float32, device=self.device)
+            none = torch.zeros(step.rows, 0, self.features, dtype=torch.float32, device=self.output)
             whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1) if pieces else none
         if step.uniform:
             return whole
-        padding = (torch.arange(step.width) >= step.counts_t[:, None])[..., None].to(self.device)
+        padding = (torch.arange(step.width) >= step.counts_t[:, None])[..., None].to(whole.device)
         # The stream may be what a caller gave; logits are our own.
         kept = self.head is None or whole.requires_grad
         return whole.masked_fill(padding, 0.0) if kept else whole.masked_fill_(padding, 0.0)
@@ -103,7 +104,7 @@ class Forward:
                 rows += ends
         if rows == list(range(step.rows)):
             return self._features(last[0] if len(last) == 1 else torch.cat(last))
-        out = torch.full((step.rows, self.features), float("nan"), dtype=torch.float32, device=self.device)
+        out = torch.full((step.rows, self.features), float("nan"), dtype=torch.float32, device=self.output)
         for row, logits in enumerate(state.last_logits()):
             if logits is not None:
                 out[row] = logits

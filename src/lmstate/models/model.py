@@ -28,7 +28,7 @@ from lmstate.models.heads.head import DraftHead
 from lmstate.models.layers.cross_attention import CrossAttention
 from lmstate.models.layers.embedding import EmbeddingHook, LearnedPositions, OutputHook
 from lmstate.models.layers.rope import Rope
-from lmstate.models.stack import run_eager, run_stack, run_tapped
+from lmstate.models.stack import arrived, run_eager, run_stack, run_tapped
 from lmstate.models.tokens import Tokens, token_rows
 from lmstate.models.trace import OnSublayer, Traced, traced_blocks
 from lmstate.ops import Norm, Weight
@@ -94,11 +94,22 @@ class Model:
 
     def __repr__(self) -> str:
         parts, heads = self.parts, len(self.heads)
-        return describe(self.name, self.config, self.context_size, self.blocks, parts, self.dtype, self.device, heads)
+        return describe(self.name, self.config, self.context_size, self.blocks, parts, self.dtype, self.devices, heads)
 
     @property
     def device(self) -> torch.device:
+        """The device of the embedding: where tokens go."""
         return self.embed.device
+
+    @property
+    def output_device(self) -> torch.device:
+        """The device of the head: where logits and hidden states come from."""
+        return self.head.device
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each block."""
+        return [block.device or self.device for block in self.blocks]
 
     @property
     def has_tokenizer(self) -> bool:
@@ -192,9 +203,12 @@ class Model:
         if not isinstance(pool, BlockPool | None):
             raise StateError(f"new_state(pool={pool!r:.80}) was asked for; give a lmstate.BlockPool")
         if flag(static, "static"):
-            check_static(capacity, kv, max_positions=self.max_positions, dynamic_ropes=self.dynamic_ropes)
+            check_static(
+                capacity, kv, devices=self.devices, max_positions=self.max_positions, dynamic_ropes=self.dynamic_ropes
+            )
         dtype = kv if isinstance(kv, torch.dtype) else self.dtype
-        chunk = STATIC_CHUNK if static else Layout.chunk if self.device.type == "cpu" else DEVICE_CHUNK
+        on_processor = any(device.type == "cpu" for device in self.devices)
+        chunk = STATIC_CHUNK if static else Layout.chunk if on_processor else DEVICE_CHUNK
         layout = Layout(
             rows, self.device, dtype, capacity, rewind, chunk, max_positions=self.max_positions, static=static,
             pool=pool or BlockPool(),
@@ -208,7 +222,9 @@ class Model:
         elif self.heads and not state.evicts:
             # Nothing is drafted in a static graph, nor where a policy evicts after each step.
             policy = None if kv is None or isinstance(kv, torch.dtype) else policies_of(kv, len(self.blocks))[-1]
-            state.layers += [head.new_state(replace(layout, kv=policy)) for head in self.heads]
+            for head in self.heads:
+                state.layers.append(head.new_state(replace(layout, kv=policy, device=self.output_device)))
+                state.layers[-1].device = self.output_device
         return state
 
     @ordinary_tensors
@@ -344,7 +360,7 @@ class Model:
                     f"inputs are {inputs.dtype} {list(inputs.shape)}; the stream of these tokens is float32 {expected}"
                 )
             x, offset = inputs[:, offset : offset + step.width].to(x.device), offset + step.width
-            x = run_eager(self.blocks[start:], x, step, state.layers[start:])
+            x = run_eager(self.blocks[start:], x, step, state.layers[start:]).to(self.output_device)
             return x if self.exit is None else self.exit(x)
 
         out = self._features(ids, state, False, run)
@@ -460,7 +476,7 @@ class Model:
 
     def _forward(self, run: Run, head: Head | None, give_way: Callable[[], None]) -> Forward:
         features = self.config.hidden_size if head is None else self.config.vocab_size
-        return Forward(run, head, features, self.device, self.on_part, give_way)
+        return Forward(run, head, features, self.device, self.output_device, self.on_part, give_way)
 
     def run_layers(
         self,
@@ -497,14 +513,17 @@ class Model:
     ) -> None:
         """Have the heads read a step, where the state has layers of theirs: `stream` `[R, T, E]` behind the blocks."""
         if caches := layers[len(self.blocks) :]:
-            read(self.heads, self.norm, stream, tokens, step, caches, tapped)
+            on = self.output_device
+            read(self.heads, self.norm, stream, tokens.to(on), step.on(on), caches, [each.to(on) for each in tapped])
 
     def encoded(self, source: Sequence[int]) -> list[dict[str, Tensor]]:
         """Of a source's ids, the keys and values `[K, S, D]` that each block attends to; empty for the other blocks."""
         assert self.encoder is not None, "a model without an encoder has no sources"
         encoding = self.encoder(source)
-        mixers = [block.mixer for block in self.blocks]
-        return [mixer.keys_values(encoding) if isinstance(mixer, CrossAttention) else {} for mixer in mixers]
+        return [
+            block.mixer.keys_values(arrived(encoding, block)) if isinstance(block.mixer, CrossAttention) else {}
+            for block in self.blocks
+        ]
 
     def embedded(self, tokens: Tensor, step: Step) -> Tensor:
         """The stream in front of the first block: tokens int64 `[R, T]` -> float32 `[R, T, E]`."""

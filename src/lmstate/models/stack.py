@@ -33,8 +33,16 @@ def run_eager(
     """
     whole = blocks if keep is None else blocks[:-1]
     for block, cache in zip(whole, layers):
-        x = block(x, step, cache)
-    return x if keep is None else blocks[-1].last(x, step, layers[len(whole)], keep)
+        x = block(arrived(x, block), step.on(block.device), cache)
+    if keep is None:
+        return x
+    last = blocks[-1]
+    return last.last(arrived(x, last), step.on(last.device), layers[len(whole)], keep)
+
+
+def arrived(x: Tensor, block: Block) -> Tensor:
+    """The stream on the device of a block."""
+    return x if block.device is None else x.to(block.device)
 
 
 class PlanOwner(Protocol):
@@ -59,7 +67,7 @@ def run_stack(
         return run_eager(blocks, x, step, layers, keep)
     plan = owner.decode_plan
     if not isinstance(plan, Plan) or not plan.holds(blocks):
-        plan = owner.decode_plan = Plan(blocks)
+        plan = owner.decode_plan = plan_of(blocks)
     return plan.run(x, step, layers, keep)
 
 
@@ -124,7 +132,29 @@ class TappedPlan(Plan):
     def __init__(self, blocks: Sequence[Block], taps: tuple[int, ...]):
         super().__init__(blocks)
         self.taps = taps
-        self.parts = [Plan(blocks[first:stop]) for first, stop in pairwise([0, *taps, len(blocks)])]
+        self.parts = [plan_of(blocks[first:stop]) for first, stop in pairwise([0, *taps, len(blocks)])]
+
+
+class SpreadPlan(Plan):
+    """Plans of the runs of blocks on one device; the stream moves between them."""
+
+    def __init__(self, blocks: Sequence[Block]):
+        super().__init__(blocks)
+        self.parts = [Plan(list(run)) for _, run in groupby(blocks, lambda block: block.device)]
+
+    def run(self, x: Tensor, step: Step, layers: Sequence[LayerState], keep: Sequence[int] | None = None) -> Tensor:
+        first = 0
+        for part in self.parts:
+            block, stop = part.blocks[0], first + len(part.blocks)
+            kept = keep if stop == len(self.blocks) else None
+            x = part.run(arrived(x, block), step.on(block.device), layers[first:stop], kept)
+            first = stop
+        return x
+
+
+def plan_of(blocks: Sequence[Block]) -> Plan:
+    """The plan of blocks on one device or on several."""
+    return SpreadPlan(blocks) if len({block.device for block in blocks}) > 1 else Plan(blocks)
 
 
 @dataclass(frozen=True, eq=False)

@@ -239,7 +239,7 @@ class State:
         assert self._pending is not None
         step, changes, rows = self._pending.step, Changes(), []
         for layer in self.layers:
-            layer.commit(step, step.counts, changes)
+            layer.commit(step.on(layer.device), step.counts, changes)
         for index, (row, count) in enumerate(zip(self._rows, step.counts)):
             row = row._replace(cached=row.cached + count)
             if count and last is not None:
@@ -327,7 +327,7 @@ class State:
             return
         changes, rows = Changes(), []
         for layer in self.layers:
-            layer.commit(step, accepted, changes)
+            layer.commit(step.on(layer.device), accepted, changes)
         for index, (row, ids, n) in enumerate(zip(self._rows, pending.ids, accepted)):
             if n:
                 row = row.extended(ids[:n])
@@ -646,7 +646,7 @@ class State:
             )
         if different := differences(snapshot.fingerprint, self.fingerprint):
             raise SnapshotError(f"the snapshot is of another model: {different}; restore it where it came from")
-        restored = snapshot.as_row(self._vocab_size, self.layout.device)
+        restored = snapshot.as_row(self._vocab_size, self.layers[-1].device or self.layout.device)
         if len(snapshot.layers) != len(self.layers):
             raise SnapshotError(f"the snapshot has {len(snapshot.layers)} layers; this state has {len(self.layers)}")
         for span in restored.media:
@@ -783,7 +783,7 @@ class State:
         self._pending = Pending(step, ids)
         try:
             for layer in self.layers:
-                layer.reserve(step)
+                layer.reserve(step.on(layer.device))
         except BaseException:
             self.discard()
             raise

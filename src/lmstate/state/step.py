@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar, cast
 
 import numpy as np
 import torch
@@ -121,6 +121,17 @@ class Step:
         """int64 [N]: where the tokens are among the R * T with padding."""
         places = [row * self.width + at for row, count in enumerate(self.counts) for at in range(count)]
         return torch.tensor(places, dtype=torch.int64, device=self.device)
+
+    def on(self, device: torch.device | None) -> Step:
+        """The same step for layers on a device, made once for each; None: for those where the step itself is."""
+        if device is None or device == self.device:
+            return self
+        moved = self.cached(("on", device), lambda: replace(self, device=device, extras={}, _cached={}))
+        extras = cast(dict[str, Tensor], moved.extras)
+        for name, tensor in cast(dict[str, Tensor], self.extras).items():  # which come after the layers made room
+            if name not in extras:
+                extras[name] = tensor.to(device)
+        return moved
 
     def with_idle_row(self) -> Step:
         """The same with one row more, which brings no tokens."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import Make, WeightLoader, _Bar
+from lmstate.checkpoints.placement import Placement
 from lmstate.checkpoints.renamed import Renamed
 from lmstate.checkpoints.source import Source, floats
 from lmstate.errors import ModelError
@@ -106,7 +107,8 @@ class TrainableWeights(WeightLoader):
 
     def __init__(self, source: Source, leaves: Leaves, dtype: torch.dtype, context_size: int | None) -> None:
         self.source, self.leaves, self.dtype = source, leaves, dtype
-        self.config, self.device = Config(source.config, f"config of {source.path}"), leaves.device
+        self.config = Config(source.config, f"config of {source.path}")
+        self.placement, self.device = Placement((leaves.device,)), leaves.device
         self._made: dict[str, Weight] = {}
         self._asked: set[str] = set()
         self._unbound: dict[str, tuple[Tensor, ...]] = {}

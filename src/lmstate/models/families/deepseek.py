@@ -122,7 +122,8 @@ def build(w: WeightLoader) -> Model:
 
     names = b.layers_past_the_last(w, shape.layers)
     heads = b.prediction_heads(w, shape, normed, names, partial(block, shape.layers))
-    return b.decoder(w, shape, block, heads=heads, ignore=b.mtp_tensors(config, shape))
+    chosen = [None if own else max(at for at in range(index) if chooses[at]) for index, own in enumerate(chooses)]
+    return b.decoder(w, shape, block, heads=heads, reads=chosen, ignore=b.mtp_tensors(config, shape))
 
 
 def _choosing_layers(config: Config, layers: int) -> list[bool]:

@@ -206,6 +206,7 @@ def build(w: WeightLoader) -> Model:
         logit_softcap=config.float("final_logit_softcapping", low=1e-6, default=None),
         entry=IntoStreams(per_layer_inputs(w, shape, width), projections("altup_projections")),
         exit=OutOfStreams(projections("altup_unembed_projections")),
+        reads=reads,
         ignore=(*unread(reads), "*.altup.correct_output_scale"),
     )
 

@@ -135,6 +135,7 @@ def build(w: WeightLoader) -> Model:
         embed_scale=shape.hidden**0.5,
         logit_softcap=config.float("final_logit_softcapping", low=1e-6, default=None),
         entry=per_layer_inputs(w, shape, width) if width else None,
+        reads=reads,
         ignore=unread(reads),
     )
 

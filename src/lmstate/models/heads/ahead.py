@@ -62,7 +62,7 @@ def draft_ahead(
         room = [limit - lengths[row] for limit in (layout.capacity, layout.max_positions) if limit is not None]
         counts[row] = max(0, min([depth, *room])) if ready else 0
     media = tuple(() if row in state.removed else state.media(row) for row in range(state.rows))
-    drafted = _Drafted(last, lengths, counts, layout.device, media)
+    drafted = _Drafted(last, lengths, counts, caches[0].device or layout.device, media)
     if not any(counts):
         return drafted.drafts()
     _chain(heads[0], caches[0], drafted) if len(heads) == 1 else _each(heads, caches, drafted)

@@ -19,6 +19,7 @@ from lmstate.models.families import builders as b
 from lmstate.models.heads.eagle3 import Eagle3Block, Eagle3Head
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.rope import make_rope
+from lmstate.models.mapped import moved
 
 if TYPE_CHECKING:
     from lmstate.models.model import Model
@@ -69,10 +70,10 @@ def with_head(model: Model, folder: Path, loader: Callable[..., WeightLoader]) -
             raise ModelError(f"{folder}: 'd2t' names tokens past the model's vocabulary of {model.config.vocab_size}")
         if len(tokens.unique()) != known:
             raise ModelError(f"{folder}: 'd2t' names a token twice; the file is damaged")
-        tokens = tokens.to(model.device)
+        tokens = tokens.to(model.output_device)
     elif known != model.config.vocab_size:
         raise ModelError(f"{folder} knows {known} tokens, of the model's {model.config.vocab_size}, and lacks 'd2t'")
-    return replace(model, heads=(_head(w, model, tokens, known),), _fingerprint=None)
+    return replace(model, heads=(moved(_head(w, model, tokens, known), model.output_device),), _fingerprint=None)
 
 
 def _head(w: WeightLoader, model: Model, tokens: Tensor | None, known: int) -> Eagle3Head:

@@ -116,6 +116,10 @@ class Rope:
         rotated = ops.rope(keys.float().reshape(1, 1, -1, keys.shape[-1]), angles.cos(), angles.sin(), self.interleaved)
         return rotated.view(keys.shape)
 
+    @property
+    def device(self) -> torch.device:
+        return self.frequencies.device
+
     def to(self, device: torch.device) -> Rope:
         return self._with(lambda frequencies: frequencies.to(device))
 

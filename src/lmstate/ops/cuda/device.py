@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -52,7 +53,13 @@ def is_interpreted() -> bool:
 def launch(kernel: Any, grid: Sequence[int], *args: Any, warps: int = 4, stages: int = 2, **constants: Any) -> None:
     """Run `kernel[grid]` on the current stream of the device of its tensors."""
     options = {} if is_interpreted() else OPTIONS
-    kernel[tuple(grid)](*args, num_warps=warps, num_stages=stages, **constants, **options)
+    several = not is_interpreted() and torch.cuda.device_count() > 1
+    # Triton launches on the current device.
+    current = (
+        torch.cuda.device(next(arg.device for arg in args if isinstance(arg, Tensor))) if several else nullcontext()
+    )
+    with current:
+        kernel[tuple(grid)](*args, num_warps=warps, num_stages=stages, **constants, **options)
 
 
 def on_gpu(values: Sequence[int] | Tensor, like: Tensor) -> Tensor:

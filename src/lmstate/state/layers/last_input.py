@@ -39,5 +39,5 @@ class LastInputState(RecurrentState):
 def previous(inputs: Tensor, carry: Carry, counts: Tensor, gate: Tensor | None) -> tuple[Tensor, Carry]:
     """A scan: `[R, T, E]` -> what came one token before, and the last of each row `[R, E]`."""
     moved = torch.cat([carry[0][:, None], inputs], dim=1)  # [R, 1 + T, E]
-    last = moved.gather(1, counts.view(-1, 1, 1).expand(-1, 1, moved.shape[2]))[:, 0]
+    last = moved.gather(1, counts.to(moved.device).view(-1, 1, 1).expand(-1, 1, moved.shape[2]))[:, 0]
     return moved[:, :-1], (last,)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from lmstate.checkpoints.loader import WeightLoader
@@ -14,6 +14,7 @@ from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.embedding import EmbeddingHook, OutputHook
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.model import Block, Model, ModelConfig
+from lmstate.models.spread import spread
 from lmstate.ops import Norm
 
 
@@ -23,6 +24,8 @@ class LayerBlock(Protocol):
     def __call__(self, index: int, layer: str = "") -> Block: ...
 
 
+PLANNED_TOKENS = 8192
+"""Tokens that a placement by bytes leaves room for, unless `context_size` says another number."""
 UNASKED_HEADS = ("mtp.*", "model.mtp.*")
 """Multi-token prediction heads in a part of their own: the model is whole without them."""
 W1_W3_W2 = ("w1", "w3", "w2")  # the same three matrices
@@ -66,25 +69,34 @@ def decoder(
     exit: OutputHook | None = None,
     heads: HeadBuilder | None = None,
     encoder: Encoder | None = None,
+    reads: Sequence[int | None] = (),
     ignore: tuple[str, ...] = (),
 ) -> Model:
     """A stack of `shape.layers` blocks between `embed_tokens` and `lm_head` (the embedding itself where they are tied).
 
     A checkpoint that holds a head of its own is not tied, whatever its config says. `embed`: the embedding's name where
     it is another. `head_biased`: the head has a bias. `heads`: of multi-token prediction, built if they are asked for.
-    `ignore`: patterns of tensors that the checkpoint holds and this model needs not (rotary tables, say).
+    `reads`: for each block the earlier one whose keys or choices it reads, if it does. `ignore`: patterns of tensors
+    that the checkpoint holds and this model needs not (rotary tables, say).
     """
     config = w.config
     embedded = f"{embed or prefix + '.embed_tokens'}.weight"
-    embedding = w.linear(embedded, shape=(shape.vocab, shape.hidden))
+    devices = w.devices(shape.layers, _state_bytes(w, shape), reads)
+    with w.on(devices[0]):
+        embedding = w.linear(embedded, shape=(shape.vocab, shape.hidden))
     tied = not w.has("lm_head.weight") or (
         config.bool("tie_word_embeddings", default=False) and w.same("lm_head.weight", embedded)
     )
-    head = embedding if tied else w.linear("lm_head.weight", shape=(shape.vocab, shape.hidden))
+    with w.on(devices[-1]):
+        head = embedding if tied else w.linear("lm_head.weight", shape=(shape.vocab, shape.hidden))
     head_biased = head_biased and (w.has("lm_head.weight") or w.has("lm_head.bias"))  # else a base model's embedding
     head_bias = w.tensor("lm_head.bias", (shape.vocab,)) if head_biased else None
-    blocks = [block(index) for index in range(shape.layers)]
-    predicting = heads(embedding, head, head_bias) if heads is not None and w.heads else ()
+    blocks = []
+    for index, device in enumerate(devices):
+        with w.on(device):
+            blocks.append(block(index))
+    with w.on(devices[-1]):
+        predicting = heads(embedding, head, head_bias) if heads is not None and w.heads else ()
     model = Model(
         ModelConfig(
             config.str("model_type"),
@@ -107,4 +119,10 @@ def decoder(
         dtype=w.dtype,
     )
     w.check_all_used([*(["lm_head.weight"] if tied else []), "*.rotary_emb.inv_freq", *UNASKED_HEADS, *ignore])
-    return model
+    return spread(model, devices) if w.placement.spreads else model
+
+
+def _state_bytes(w: WeightLoader, shape: Dims) -> int:
+    """Bytes of the keys and values that a block keeps of a row, as an estimate of what any block remembers."""
+    tokens = w.context_size or min(w.config.int(POSITIONS, low=1, default=PLANNED_TOKENS), PLANNED_TOKENS)
+    return 2 * shape.kv_heads * shape.head_dim * w.dtype.itemsize * tokens
