@@ -26,11 +26,16 @@ from tests.heads.zoo import pair as with_heads
 from tests.other_device import CPU, DEVICE, MORE, REAL, PretendedDevice, place_of
 from tests.state.test_other_device import IDS, story
 from tests.sweeps import sampled
-from tests.zoo import CASES, SAMPLE, pair
+from tests.zoo import CASES, pair
 
 pytestmark = pytest.mark.skipif(REAL, reason="the devices are pretended")
 
 DEVICES = [DEVICE, *MORE]
+SAMPLE = (
+    "llama", "gemma3n", "gemma4", "zamba2", "deepseek_v32", "glm_moe_dsa-shared", "qwen3_next", "mamba2", "falcon_h1",
+    "gpt_oss", "rwkv", "zaya",
+)  # fmt: skip
+"""Cases of each kind of layer, and those whose layers read or share something of others."""
 
 
 def placed(case: str, *placements: Any, kind: str = "float32") -> list[lmstate.Model]:
