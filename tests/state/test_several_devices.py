@@ -149,3 +149,18 @@ def test_what_needs_one_device_is_refused(tmp_path: Path) -> None:
 
 def test_auto_is_the_processor_where_there_is_no_gpu() -> None:
     assert Placement.of("auto").devices == (CPU,)
+
+
+def test_a_source_is_read_by_blocks_on_several_devices() -> None:
+    def answers(model: lmstate.Model) -> torch.Tensor:
+        state = model.new_state()
+        state.condition(0, IDS[:9])
+        out = model([IDS[:5]], state, logits="all")
+        assert out is not None
+        return out
+
+    model = pair("bart")[1]
+    with PretendedDevice():
+        one = spread(model, [DEVICE] * len(model.blocks))
+        several = spread(model, [DEVICE, *[MORE[0]] * (len(model.blocks) - 1)])
+        assert same([answers(several)], [answers(one)])
