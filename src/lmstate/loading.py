@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from lmstate.checkpoints.placement import Devices, Placement
+from lmstate.checkpoints.placement import DevicePlacement, Devices
 from lmstate.errors import ModelError
 from lmstate.models.model import Model
 from lmstate.state.validate import whole_number
@@ -56,7 +56,7 @@ def load(
     from lmstate.checkpoints.open import open_checkpoint
     from lmstate.models.families import build
 
-    placement = Placement.of(device)
+    placement = DevicePlacement.of(device)
     adapted = trainable or lora is not None or adapter is not None or merge
     if heads and adapted:
         raise ModelError("heads do not go with training or adapters: they were made for the model alone")

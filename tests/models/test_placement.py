@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmstate.checkpoints.placement import Placement, Sizes, runs_of
+from lmstate.checkpoints.placement import DevicePlacement, Sizes, runs_of
 from lmstate.errors import ModelError
 
 NAMES = tuple(torch.device("cuda", index) for index in range(4))
@@ -39,7 +39,7 @@ def test_the_largest_share_is_the_smallest(
     reads = [data.draw(st.sampled_from([None, None, *range(at)])) for at in range(number)]
     free = [cut for cut in range(1, number) if all(r is None or r >= cut or at < cut for at, r in enumerate(reads))]
     possible = [[b - a for a, b in pairwise((0, *cuts, number))] for cuts in combinations(free, devices - 1)]
-    placement = Placement(NAMES[:devices])
+    placement = DevicePlacement(NAMES[:devices])
     if not possible:
         with pytest.raises(ModelError, match=f"name {len(free) + 1} devices at most"):
             placement.of_blocks(sizes, reads)
@@ -54,7 +54,7 @@ def test_gpus_are_filled_in_their_order_and_the_processor_takes_the_rest() -> No
 
     def over(*room: int | None) -> list[tuple[torch.device, int, int]]:
         devices = (*NAMES[: len(room) - 1], CPU)
-        return runs_of(Placement(devices, room=room).of_blocks(sizes))
+        return runs_of(DevicePlacement(devices, room=room).of_blocks(sizes))
 
     first, second = NAMES[:2]
     assert over(72, None) == [(first, 0, 6)]
@@ -80,10 +80,10 @@ def test_gpus_are_filled_in_their_order_and_the_processor_takes_the_rest() -> No
 )
 def test_bad_requests_are_refused(asked: object, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Placement.of(asked)  # type: ignore[arg-type]
+        DevicePlacement.of(asked)  # type: ignore[arg-type]
 
 
 def test_one_device_may_be_given_its_number_of_blocks() -> None:
-    assert Placement.of("cpu=2").of_blocks(Sizes(1, [1, 1], 1)) == (CPU, CPU)
+    assert DevicePlacement.of("cpu=2").of_blocks(Sizes(1, [1, 1], 1)) == (CPU, CPU)
     with pytest.raises(ModelError, match=r"device=\{cpu: 3\} was asked for, which places 3 blocks; the model has 2"):
-        Placement.of({"cpu": 3}).of_blocks(Sizes(1, [1, 1], 1))
+        DevicePlacement.of({"cpu": 3}).of_blocks(Sizes(1, [1, 1], 1))

@@ -16,7 +16,7 @@ import torch
 import lmstate
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_source
-from lmstate.checkpoints.placement import Placement
+from lmstate.checkpoints.placement import DevicePlacement
 from lmstate.errors import ModelError, UnsupportedError
 from lmstate.generation import generate
 from lmstate.models.families import build
@@ -148,7 +148,7 @@ def test_what_needs_one_device_is_refused(tmp_path: Path) -> None:
 
 
 def test_auto_is_the_processor_where_there_is_no_gpu() -> None:
-    assert Placement.of("auto").devices == (CPU,)
+    assert DevicePlacement.of("auto").devices == (CPU,)
 
 
 def test_a_source_is_read_by_blocks_on_several_devices() -> None:

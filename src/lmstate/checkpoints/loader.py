@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.conversion_cache import ConversionCache
-from lmstate.checkpoints.placement import Devices, Placement, Sizes
+from lmstate.checkpoints.placement import DevicePlacement, Devices, Sizes
 from lmstate.checkpoints.source import GroupedQuant, Source, floats
 from lmstate.errors import ModelError
 from lmstate.ops.memory import spare
@@ -67,7 +67,7 @@ class WeightLoader:
         source: Source,
         kind: str = "auto",
         dtype: torch.dtype | None = None,
-        device: Devices | Placement | None = None,
+        device: Devices | DevicePlacement | None = None,
         cache: Path | None = None,
         progress: bool = True,
         heads: bool = False,
@@ -84,7 +84,7 @@ class WeightLoader:
         self.heads = heads
         self.activations = activations
         self.context_size = context_size
-        self.placement = Placement.of(device)
+        self.placement = DevicePlacement.of(device)
         self.device = self.placement.devices[0]  # on which what is asked for next is to lie
         self.config = Config(source.config, f"config of {source.path}")
         self.float_kind = "bfloat16" if multiplies_bfloat16(self.device) else "float32"
@@ -121,7 +121,7 @@ class WeightLoader:
             self.device = before
 
     def devices(self, blocks: int, state: int, reads: Sequence[int | None] = ()) -> tuple[torch.device, ...]:
-        """The device of each block. state: bytes that each of them remembers. reads: see `Placement.of_blocks`.
+        """The device of each block. state: bytes that each of them remembers. reads: see `DevicePlacement.of_blocks`.
 
         Raises `ModelError` where the blocks cannot be spread as it was asked for.
         """

@@ -19,7 +19,7 @@ from lmstate.checkpoints.gguf.reader import parts_of
 from lmstate.checkpoints.gguf.source import GgufSource
 from lmstate.checkpoints.hub import cache_dir, resolve
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.checkpoints.placement import Devices, Placement
+from lmstate.checkpoints.placement import DevicePlacement, Devices
 from lmstate.checkpoints.source import Source
 from lmstate.errors import ModelError
 from lmstate.files.atomic import atomic_write
@@ -34,7 +34,7 @@ def open_checkpoint(
     name: str | os.PathLike[str],
     weights: str = "auto",
     dtype: torch.dtype | None = None,
-    device: Devices | Placement | None = None,
+    device: Devices | DevicePlacement | None = None,
     progress: bool = True,
     heads: bool = False,
     activations: int | str = "auto",

@@ -28,7 +28,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Placement:
+class DevicePlacement:
     """The devices that a model was asked to lie on, in the order of its blocks.
 
     counts: the blocks of each. room: the free bytes of each, None for one that takes the rest; the first devices are
@@ -40,9 +40,9 @@ class Placement:
     room: tuple[int | None, ...] | None = None
 
     @staticmethod
-    def of(asked: Devices | Placement | None) -> Placement:
+    def of(asked: Devices | DevicePlacement | None) -> DevicePlacement:
         """The devices that `load(device=...)` names. Raises `ValueError` for one that torch cannot use here."""
-        if isinstance(asked, Placement):
+        if isinstance(asked, DevicePlacement):
             return asked
         counts: list[int] | None = None
         names: list[str | torch.device]
@@ -69,7 +69,7 @@ class Placement:
         for device in devices:
             if devices.count(device) > 1:
                 raise ValueError(f"load(device={asked!r}) was asked for; it names {device} twice, name it once")
-        return Placement(devices, None if counts is None else tuple(counts))
+        return DevicePlacement(devices, None if counts is None else tuple(counts))
 
     @property
     def spreads(self) -> bool:
@@ -138,13 +138,13 @@ def _parsed(text: str) -> tuple[list[str | torch.device], list[int] | None]:
     return names, counts
 
 
-def _automatic() -> Placement:
+def _automatic() -> DevicePlacement:
     """All GPUs in their order, filled as far as they have room, then the processor."""
     gpus = [
         torch.device("cuda", index) for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     ]
     room = [int(torch.cuda.mem_get_info(gpu)[0] * (1 - RESERVED)) for gpu in gpus]
-    return Placement((*gpus, torch.device("cpu")), room=(*room, None))
+    return DevicePlacement((*gpus, torch.device("cpu")), room=(*room, None))
 
 
 def _cuts(blocks: int, reads: Sequence[int | None]) -> list[int]:

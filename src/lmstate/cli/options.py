@@ -202,9 +202,9 @@ def load_drafter(name: str, device: str | None = None) -> str | Model:
         return "heads"
     if name in DRAFTERS:
         return name
-    from lmstate.checkpoints.placement import Placement
+    from lmstate.checkpoints.placement import DevicePlacement
 
-    return lmstate.load(name, weights=WeightKind.auto.value, device=Placement.of(device).devices[0])
+    return lmstate.load(name, weights=WeightKind.auto.value, device=DevicePlacement.of(device).devices[0])
 
 
 def published_head(draft: str) -> Literal[False] | Path:

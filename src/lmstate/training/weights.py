@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import Make, WeightLoader, _Bar
-from lmstate.checkpoints.placement import Placement
+from lmstate.checkpoints.placement import DevicePlacement
 from lmstate.checkpoints.renamed import Renamed
 from lmstate.checkpoints.source import Source, floats
 from lmstate.errors import ModelError
@@ -108,7 +108,7 @@ class TrainableWeights(WeightLoader):
     def __init__(self, source: Source, leaves: Leaves, dtype: torch.dtype, context_size: int | None) -> None:
         self.source, self.leaves, self.dtype = source, leaves, dtype
         self.config = Config(source.config, f"config of {source.path}")
-        self.placement, self.device = Placement((leaves.device,)), leaves.device
+        self.placement, self.device = DevicePlacement((leaves.device,)), leaves.device
         self._made: dict[str, Weight] = {}
         self._asked: set[str] = set()
         self._unbound: dict[str, tuple[Tensor, ...]] = {}
