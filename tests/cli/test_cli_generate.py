@@ -26,7 +26,8 @@ from lmstate.generation import Sampler, SamplingParams
 from lmstate.generation.row import AnswerRow
 from lmstate.state.step import CHUNK
 from tests.generation.fake_model import FakeModel
-from tests.zoo import ours
+from tests.serve.byte_tokenizer import save_tokenizer
+from tests.zoo import ENCODERS, auto, ours, randomize
 
 
 def test_a_prompt_is_a_question_in_the_chat_template(model: FakeModel, runner: CliRunner) -> None:
@@ -382,3 +383,43 @@ def test_heads_are_loaded_where_they_draft(runner: CliRunner, monkeypatch: pytes
         result = runner.invoke(app, [command, "m", "--draft", "heads", *(["x"] if command == "generate" else [])])
         assert result.exit_code == 1 and "no multi-token prediction heads" in result.stderr
     assert asked == [True, True]
+
+
+def test_a_source_is_answered_as_generate_answers_it(runner: CliRunner, tmp_path: Path) -> None:
+    made = ENCODERS["bart"](vocab_size=300)
+    torch.manual_seed(0)
+    theirs = auto(made).from_config(made, dtype=torch.float32)
+    randomize(theirs)
+    theirs.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    model = lmstate.load(tmp_path, weights="float32")
+    asked = [
+        "generate",
+        str(tmp_path),
+        "--weights",
+        "float32",
+        "-t",
+        "2",
+        "--seed",
+        "3",
+        "-n",
+        "8",
+        "--json",
+        "--source",
+    ]
+    texts = set()
+    for source, prompt in (("The cat sleeps.", None), ("The cat sleeps.", "Le"), ("A dog barks.", None)):
+        result = runner.invoke(app, [*asked, source, *([] if prompt is None else [prompt])])
+        assert result.exit_code == 0, result.stderr
+        text = model.generate(prompt, source=source, temperature=2.0, seed=3, max_new_tokens=8)
+        assert json.loads(result.stdout)["text"] == text
+        texts.add(text)
+    assert len(texts) == 3
+    for refused in (["--state", str(tmp_path / "x")], ["--system", "x"], ["--chat"]):
+        result = runner.invoke(app, [*asked, "x", *refused])
+        assert result.exit_code == 2 and "--source begins an answer" in result.stderr
+
+
+def test_a_source_for_a_model_without_an_encoder_is_refused(model: FakeModel, runner: CliRunner) -> None:
+    result = runner.invoke(app, ["generate", "m", "--source", "x"])
+    assert result.exit_code == 1 and "has no encoder" in result.stderr

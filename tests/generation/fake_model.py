@@ -117,6 +117,7 @@ class FakeState:
 class FakeModel:
     config = ModelConfig("fake", VOCAB, hidden_size=1)
     context_size: int | None = None
+    start_id: int | None = None
     eos_ids = frozenset({EOS})
     has_tokenizer = True
     defaults: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed

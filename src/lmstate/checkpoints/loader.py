@@ -222,20 +222,11 @@ class WeightLoader:
             )
         return self._made[label]
 
-    def derived(
-        self,
-        label: str,
-        *names: str,
-        make: Make,
-        shape: tuple[int, int],
-        stored: str | None = None,
-        projection: bool = False,
-    ) -> Weight:
+    def derived(self, label: str, *names: str, make: Make, shape: tuple[int, int], stored: str | None = None) -> Weight:
         """A matrix that the checkpoint holds in another form: `make(*tensors)` gives it, from what `names` hold.
 
         `label` names it among all matrices of the model. `stored`: the storage closest to what `make` gives, by default
-        that of the first tensor. `projection`: it is the matrix of the one module that the first name is of, beside
-        which an adapter's update goes.
+        that of the first tensor.
         """
         if label not in self._made:
             for name in names:
@@ -250,6 +241,10 @@ class WeightLoader:
                 label, [StackedMatrix(names, stored or self.source.stored(names[0]), checked)]
             )
         return self._made[label]
+
+    def transposed(self, name: str, shape: tuple[int, int]) -> Weight:
+        """The matrix [N, K] of a module whose checkpoint holds it as [K, N]. `shape`: N and K."""
+        return self.derived(f"{name}, transposed", name, make=transpose, shape=shape)
 
     def check_all_used(self, ignore: Iterable[str] = ()) -> None:
         """The end of a build: `ModelError` if a tensor was never asked for, unless a pattern (`*.inv_freq`) matches it.
@@ -425,3 +420,8 @@ class _Bar:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+
+def transpose(numbers: Numbers) -> Tensor:
+    """A matrix as floats, its axes swapped."""
+    return floats(numbers).T

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmstate.checkpoints.loader import Make, Numbers, StackedMatrix, WeightLoader
+from lmstate.checkpoints.loader import Make, Numbers, StackedMatrix, WeightLoader, transpose
 from lmstate.checkpoints.source import floats
 from lmstate.errors import ModelError, StateError
 from lmstate.models.fingerprint import weights_in
@@ -67,18 +67,7 @@ class AdaptedWeights(WeightLoader):
             return whole
         return self._updated(name, whole)
 
-    def derived(
-        self,
-        label: str,
-        *names: str,
-        make: Make,
-        shape: tuple[int, int],
-        stored: str | None = None,
-        projection: bool = False,
-    ) -> Weight:
-        if projection and label not in self._made:
-            base = super().derived(label, *names, make=make, shape=shape, stored=stored)
-            self._made[label] = self._beside(base, label, [(names[0], *shape)])
+    def derived(self, label: str, *names: str, make: Make, shape: tuple[int, int], stored: str | None = None) -> Weight:
         if label in self._made or not any(self._updates(name) for name in names if len(self.shape(name)) == 2):
             return super().derived(label, *names, make=make, shape=shape, stored=stored)
 
@@ -129,6 +118,11 @@ class AdaptedWeights(WeightLoader):
             whole = "+".join(names)
             self._made[label] = self._beside(self._bases[whole], whole, stack)
         return self._made[label]
+
+    def transposed(self, name: str, shape: tuple[int, int]) -> Weight:
+        label = f"{name}, transposed"
+        base = super().derived(label, name, make=transpose, shape=shape)
+        return self._beside(base, label, [(name, *shape)])
 
     def check_all_used(self, ignore: Iterable[str] = ()) -> None:
         self.ignored = list(ignore)

@@ -143,15 +143,7 @@ class TrainableWeights(WeightLoader):
             self._made[label] = FloatWeight(self._unbound[name][index])
         return self._made[label]
 
-    def derived(
-        self,
-        label: str,
-        *names: str,
-        make: Make,
-        shape: tuple[int, int],
-        stored: str | None = None,
-        projection: bool = False,
-    ) -> Weight:
+    def derived(self, label: str, *names: str, make: Make, shape: tuple[int, int], stored: str | None = None) -> Weight:
         if label not in self._made:
             for name in names:
                 self.shape(name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.checkpoints.source import floats
 from lmstate.errors import ModelError
 from lmstate.models.families import builders as b
 from lmstate.models.layers.attention import Attention
@@ -35,11 +34,7 @@ def build(w: WeightLoader) -> Model:
         """A matrix, which is stored [K, N] but in a GGUF, and its bias."""
         if not config.bool("conv1d", default=True):
             return w.linear(f"{name}.weight", shape=(outputs, inputs)), w.tensor(f"{name}.bias", (outputs,))
-        weight = w.derived(
-            f"{name}.weight, transposed", f"{name}.weight", make=lambda numbers: floats(numbers).T,
-            shape=(outputs, inputs), projection=True,
-        )  # fmt: skip
-        return weight, w.tensor(f"{name}.bias", (outputs,))
+        return w.transposed(f"{name}.weight", (outputs, inputs)), w.tensor(f"{name}.bias", (outputs,))
 
     def mixer(index: int, name: str) -> Attention:
         qkv, qkv_bias = matrix(f"{name}.c_attn", 3 * shape.hidden, shape.hidden)

@@ -147,3 +147,28 @@ class LayerState(ABC):
     def leaves(self) -> list[LayerState]:
         """The layer states in it that are no composites: itself, most often."""
         return [self]
+
+
+class TokenlessState(LayerState):
+    """A layer that stores nothing of the tokens that it reads: no step, rewind or drop changes it."""
+
+    def reserve(self, step: Step) -> None:
+        pass
+
+    def commit(self, step: Step, accepted: tuple[int, ...], changes: Changes) -> None:
+        pass
+
+    def discard(self) -> None:
+        pass
+
+    def earliest_rewind(self, row: int, length: int) -> int:
+        return 0
+
+    def rewind(self, row: int, length: int, to: int, changes: Changes) -> None:
+        pass
+
+    def refuses_drop(self, row: int) -> str | None:
+        return None
+
+    def drop(self, row: int, length: int, start: int, stop: int, changes: Changes) -> None:
+        pass

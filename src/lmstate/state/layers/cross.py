@@ -10,13 +10,13 @@ from lmstate import ops
 from lmstate.errors import SnapshotError, UnsupportedError
 from lmstate.state.blocks import CapturedBlocks
 from lmstate.state.changes import Changes
-from lmstate.state.layers.base import LayerState, Layout
+from lmstate.state.layers.base import LayerState, Layout, TokenlessState
 from lmstate.state.layers.block_store import BlockStore
 from lmstate.state.layers.slots import SlotState
 from lmstate.state.step import Step, integers
 
 
-class CrossState(SlotState):
+class CrossState(TokenlessState, SlotState):
     """Keys and values `[R, K, S, D]` of each row's source, S as long as it is. Forks and snapshots share the blocks.
 
     `State.condition` puts them in a row by `restore`; tokens come and go, and they stay.
@@ -44,30 +44,7 @@ class CrossState(SlotState):
         """Queries `[R, T, H, D]` over all of their row's source -> float32 `[R, T, H, D]`."""
         return ops.attend_whole(q, self.stored("k"), self.stored("v"), integers(self.lengths), step.counts_t, params)
 
-    # ---- tokens, which change nothing here
-
-    def reserve(self, step: Step) -> None:
-        pass
-
-    def commit(self, step: Step, accepted: tuple[int, ...], changes: Changes) -> None:
-        pass
-
-    def discard(self) -> None:
-        pass
-
-    def earliest_rewind(self, row: int, length: int) -> int:
-        return 0
-
-    def rewind(self, row: int, length: int, to: int, changes: Changes) -> None:
-        pass
-
     def forget_tokens(self, row: int, changes: Changes) -> None:
-        pass
-
-    def refuses_drop(self, row: int) -> str | None:
-        return None
-
-    def drop(self, row: int, length: int, start: int, stop: int, changes: Changes) -> None:
         pass
 
     def kept(self, row: int, length: int) -> list[list[int]]:

@@ -10,10 +10,11 @@ from lmstate import ops
 from lmstate.errors import SnapshotError
 from lmstate.state.changes import Changes
 from lmstate.state.layers.attention import KeyValueState
+from lmstate.state.layers.base import TokenlessState
 from lmstate.state.step import Step
 
 
-class SharedState(KeyValueState):
+class SharedState(TokenlessState, KeyValueState):
     """Nothing of its own. `source` is an earlier layer's: it stores a step's tokens before this one reads them, and all
     that moves, forgets or saves them happens there."""
 
@@ -40,21 +41,6 @@ class SharedState(KeyValueState):
     def kept(self, row: int, length: int) -> list[list[int]]:
         return self.source.kept(row, length)
 
-    def reserve(self, step: Step) -> None:
-        pass
-
-    def commit(self, step: Step, accepted: tuple[int, ...], changes: Changes) -> None:
-        pass
-
-    def discard(self) -> None:
-        pass
-
-    def earliest_rewind(self, row: int, length: int) -> int:
-        return 0
-
-    def rewind(self, row: int, length: int, to: int, changes: Changes) -> None:
-        pass
-
     def select(self, rows: Sequence[int | None], changes: Changes) -> None:
         pass
 
@@ -71,12 +57,6 @@ class SharedState(KeyValueState):
     def _check(tensors: Mapping[str, Tensor]) -> None:
         if tensors:
             raise SnapshotError(f"the snapshot has {sorted(tensors)} for a layer that shares another one's memory")
-
-    def refuses_drop(self, row: int) -> str | None:
-        return None
-
-    def drop(self, row: int, length: int, start: int, stop: int, changes: Changes) -> None:
-        pass
 
     def tensors(self) -> list[Tensor]:
         return []
