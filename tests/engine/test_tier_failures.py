@@ -69,8 +69,8 @@ class Held(FolderTier):
             self.records_go_on.wait()
         return super().write_session(session)
 
-    def find(self, tokens: Sequence[int]) -> list[tuple[str, Entry]]:
-        found = super().find(tokens)
+    def find(self, tokens: Sequence[int], salt: str = "") -> list[tuple[str, Entry]]:
+        found = super().find(tokens, salt)
         self.wait("find")
         return found
 
@@ -383,12 +383,12 @@ def test_a_session_that_is_closed_while_it_is_kept_stays_closed(
         session = engine.session("one")
         session.send(prompt(20, 1), max_new_tokens=2).result(600)
 
-        def pin(self: PrefixStore, tokens: Sequence[int]) -> object:
+        def pin(self: PrefixStore, tokens: Sequence[int], salt: str = "") -> object:
             if not closing:
                 closing.append(Thread(target=session.close, daemon=True))
                 closing[0].start()
                 closing[0].join(0.2)  # as far as it comes
-            return real(self, tokens)
+            return real(self, tokens, salt)
 
         monkeypatch.setattr(PrefixStore, "pin", pin)
         session.mark()

@@ -370,9 +370,9 @@ class Failing(FolderTier):
         self._maybe()
         return super().read_session(name)
 
-    def find(self, tokens: Sequence[int]) -> list[tuple[str, Entry]]:
+    def find(self, tokens: Sequence[int], salt: str = "") -> list[tuple[str, Entry]]:
         self._maybe()
-        return super().find(tokens)
+        return super().find(tokens, salt)
 
     def session_generation(self, name: str) -> int | None:
         self._maybe()

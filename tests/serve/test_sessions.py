@@ -179,10 +179,10 @@ def test_a_session_is_looked_for_beside_the_loop(
     client.post("/v1/sessions", json={"name": "s"})
     find, asked, answered = tiny.engine.find_session, Event(), Event()
 
-    def slow(name: str) -> Session | None:
+    def slow(name: str, salt: str) -> Session | None:
         asked.set()
         assert answered.wait(GUARD)
-        return find(name)
+        return find(name, salt)
 
     with monkeypatch.context() as patch, ThreadPoolExecutor() as pool:
         patch.setattr(tiny.engine, "find_session", slow)

@@ -67,6 +67,10 @@ def serve(
     api_key_file: Annotated[
         Path | None, typer.Option("--api-key-file", metavar="FILE", help="Keys, one a line (or LMSTATE_API_KEY).")
     ] = None,
+    shared: Annotated[
+        bool,
+        typer.Option("--shared", help="All API keys share sessions, responses, conversations and prefixes."),
+    ] = False,
     allow_anonymous: Annotated[
         bool, typer.Option("--allow-anonymous", help="Serve the network without a key. Everybody may ask.")
     ] = False,
@@ -134,6 +138,7 @@ def serve(
         tuple(cors_origin or ()),
         None if store is None or "://" in store else Path(store),
         log_prompts,
+        shared,
         max_new_tokens=max_tokens,
         request_timeout=timeout,
         max_priority=max_priority,

@@ -33,13 +33,11 @@ def route_key(
     session   the name of its session
     previous  the response or conversation that it follows
     user      its `prompt_cache_key`, or its user
-    tenant    the owner of names and texts: equal ones of two tenants have other keys
+    tenant    the owner of names and texts, the engines' `salt`: equal ones of two tenants have other keys
 
     The first of these that is given names the state; else the first 64 tokens of the prompt do.
     """
-    digests = list(beginnings(tokens))
-    if tenant:
-        digests = [_digest(tenant, "beginning", digest) for digest in digests]
+    digests = list(beginnings(tokens, tenant))
     found = tuple(zip(ends(len(tokens)), digests))
     for kind, name in (("session", session), ("previous", previous), ("user", user)):
         if name is not None:

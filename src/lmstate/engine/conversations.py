@@ -43,7 +43,7 @@ class Conversations:
         self._unstored: set[Session] = set()  # whose last turn is not in the tier yet
         self._lock = Lock()
 
-    def find(self, name: str, engine: SessionHost) -> Session | None:
+    def find(self, name: str, engine: SessionHost, salt: str) -> Session | None:
         """The session of a name: one of this engine, else one that another process has left in the tier.
 
         Raises StoreUnreachable if that is unknown.
@@ -58,7 +58,7 @@ class Conversations:
             return session
         if self._tier is None or (saved := self._read(name)) is None or saved.gone:
             return None
-        opened = self._opened(saved, engine)
+        opened = self._opened(saved, engine, salt)
         return None if opened is None else self.add(opened)
 
     def names(self) -> list[str]:
@@ -83,7 +83,7 @@ class Conversations:
             try:
                 if self._tier is not None:
                     if (saved := self._read(session.name)) is not None:
-                        if not saved.gone and self._record(saved) is not None:
+                        if not saved.gone and self._record(saved, session.salt) is not None:
                             raise _taken(session.name)
                         self._follow(session, saved)
                     self.commit(session, session.record)
@@ -112,7 +112,7 @@ class Conversations:
                 if self._sessions.get(session.name) is session:
                     del self._sessions[session.name]
             raise moved(session.name, saved)
-        elif (record := self._record(saved)) is not None:
+        elif (record := self._record(saved, session.salt)) is not None:
             session.adopt(record, saved)
         else:
             self._follow(session, saved)
@@ -179,7 +179,7 @@ class Conversations:
             if self._sessions.get(session.name) is not session:
                 return  # it was closed
         needed = [*(mark.tokens for mark in record.marks), len(record.tokens)]
-        pinned = [self._prefixes.pin(record.tokens[:at]) for at in needed if at]
+        pinned = [self._prefixes.pin(record.tokens[:at], session.salt) for at in needed if at]
         self._pins[session] = [node for node in pinned if node is not None]
 
     def release(self, session: Session) -> None:
@@ -204,7 +204,7 @@ class Conversations:
         messages = [dict(message) for message in job.messages]
         if messages:
             messages.append({"role": "assistant", "content": choice.text})
-            self._replay.remember(messages, tokens)
+            self._replay.remember(messages, tokens, job.salt)
         if session is None:
             request.finish(outcome)
             return
@@ -236,19 +236,19 @@ class Conversations:
 
         commit.answer.add_done_callback(told)
 
-    def _opened(self, saved: SavedSession, engine: SessionHost) -> Session | None:
+    def _opened(self, saved: SavedSession, engine: SessionHost, salt: str) -> Session | None:
         """None for what is not one of ours."""
-        if (record := self._record(saved)) is None:
+        if (record := self._record(saved, salt)) is None:
             return None
-        session = Session(engine, saved.name, record)
+        session = Session(engine, saved.name, record, salt)
         session.confirm(saved)
         return session
 
-    def _record(self, saved: SavedSession) -> Record | None:
+    def _record(self, saved: SavedSession, salt: str) -> Record | None:
         try:
             if all(token < self._vocab_size for token in saved.tokens):
                 record = Record.from_json(saved.tokens, saved.record)
-                self.remember(record)
+                self.remember(record, salt)
                 self._foreign.discard(saved.name)
                 return record
         except (ValueError, TypeError, RecursionError):
@@ -256,11 +256,11 @@ class Conversations:
         self._foreign.add(saved.name)
         return None
 
-    def remember(self, record: Record) -> None:
+    def remember(self, record: Record, salt: str) -> None:
         """Have its messages found again as the tokens that they were."""
         for moment in (*record.turns, record.moment()):
             if moment.messages and record.messages[moment.messages - 1].get("role") == "assistant":
-                self._replay.remember(record.messages[: moment.messages], record.tokens[: moment.tokens])
+                self._replay.remember(record.messages[: moment.messages], record.tokens[: moment.tokens], salt)
 
 
 def _taken(name: str) -> ValueError:

@@ -121,7 +121,7 @@ class Drafting:
             self._forget(choice)
         except Exception as error:
             self._do_without(error)
-        if self._corpus is not None:
+        if self._corpus is not None and not job.salt:  # else its tokens would show others where they are drafted
             self._corpus.remember([*job.prompt[-CONTEXT:], *choice.tokens])
 
     # ---- the parts of it

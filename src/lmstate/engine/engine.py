@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Condition, Event, Thread, current_thread
 from time import monotonic, sleep
@@ -23,7 +24,15 @@ from lmstate.engine.delivery import Delivery
 from lmstate.engine.drafting import Drafting
 from lmstate.engine.job import Job, Terms
 from lmstate.engine.memory import RowCost
-from lmstate.engine.options import answered_ids, are_messages, as_bytes, check_length, prompt_ids, refuse_no_messages
+from lmstate.engine.options import (
+    answered_ids,
+    are_messages,
+    as_bytes,
+    check_length,
+    check_salt,
+    prompt_ids,
+    refuse_no_messages,
+)
 from lmstate.engine.pace import Pace
 from lmstate.engine.prefix.picture import Prefix, picture, prefixes, resident
 from lmstate.engine.queue import Queue
@@ -171,6 +180,7 @@ class Engine:
         itl: float | None = None,
         idempotency_key: str | None = None,
         answered: Sequence[Sequence[int]] = (),
+        salt: str = "",
         **changes: Any,
     ) -> Request:
         """Queue a request: a text, token ids, or chat messages. Returns at once.
@@ -187,6 +197,9 @@ class Engine:
         answered  for each of the `n` answers the tokens that it began with elsewhere, as they were sent: it goes on
                   after them as if it had not been interrupted. Its pieces are those that follow; its completion is
                   whole. The prompt and the parameters are to be the same, with a seed if tokens are drawn
+        salt      only texts of the same salt share what was computed, and earlier answers to draft from, so that the
+                  times of one sender tell nothing of another's texts. It is written to a store as it is. A session has
+                  its own
 
         `Request.end_thinking` ends a thinking section at any moment, as `max_thinking_tokens` does.
 
@@ -196,20 +209,23 @@ class Engine:
         """
         params = sampling_params(params, changes)
         params.check(self.model)
-        terms = Terms(params, priority, deadline, itl, idempotency_key)
+        terms = Terms(params, priority, deadline, itl, idempotency_key, salt)
         told = answered_ids(answered, params, self.model)
         if session is None:
             if idempotency_key is not None:
                 raise ValueError("an idempotency_key was given; it is for turns of a session")
             messages = [dict(message) for message in prompt] if are_messages(prompt) else []  # the list is the caller's
-            return self._queued(self._encoded(prompt), terms, messages, None, told)
-        conversation = session if isinstance(session, Session) else self.session(session)
+            return self._queued(self._encoded(prompt, salt), terms, messages, None, told)
+        conversation = session if isinstance(session, Session) else self.session(session, salt)
         conversation.refuse_other(self)
+        if salt not in ("", conversation.salt):
+            raise ValueError(f"session {conversation.name!r} has another salt: leave it out")
+        terms = replace(terms, salt=conversation.salt)
 
         def begin() -> Request:
             if idempotency_key is not None and (known := conversation.answered(idempotency_key)) is not None:
                 return self._told_again(known, conversation)
-            ids, messages = conversation.continued(prompt, self._encoded)
+            ids, messages = conversation.continued(prompt, partial(self._encoded, salt=conversation.salt))
             return self._queued(ids, terms, messages, conversation, told)
 
         return conversation.begin(begin, idempotency_key)
@@ -234,8 +250,8 @@ class Engine:
         request.finish(completion, delivery)
         return request
 
-    def _encoded(self, prompt: Any) -> list[int]:
-        return prompt_ids(self.model, prompt, self._replay)
+    def _encoded(self, prompt: Any, salt: str) -> list[int]:
+        return prompt_ids(self.model, prompt, self._replay, salt)
 
     def _thinking_format(self) -> ThinkingFormat:
         return ThinkingFormat.of(self.model.tokenizer)
@@ -263,15 +279,19 @@ class Engine:
         """Whether the model has a chat template."""
         return self.model.has_tokenizer and self.model.tokenizer.has_chat_template
 
-    def session(self, name: str) -> Session:
-        """The conversation of this name; a new one if there is none. Raises ValueError for what is no name."""
-        return self.find_session(name) or self._conversations.add(Session(self, name, Record()))
+    def session(self, name: str, salt: str = "") -> Session:
+        """The conversation of this name; a new one if there is none. Raises ValueError for what is no name.
 
-    def find_session(self, name: str) -> Session | None:
+        `salt`: of its prefixes, as in `submit`; a session that is open keeps the one that it was opened with.
+        """
+        return self.find_session(name, salt) or self._conversations.add(Session(self, name, Record(), salt))
+
+    def find_session(self, name: str, salt: str = "") -> Session | None:
         """The conversation of this name, if there is one: here, or left in the store by another process since."""
         self.refuse_closed()
         check_name(name)
-        return self._conversations.find(name, self)
+        check_salt(salt)
+        return self._conversations.find(name, self, salt)
 
     def sessions(self) -> list[str]:
         """The names of the conversations that are kept, those in the store included, which is asked."""
@@ -294,16 +314,16 @@ class Engine:
         tokens = token_ids(tokens, "the answer", self.model.config.vocab_size)
         self._replay.remember(messages, tokens, **variables)
 
-    def new_session(self, name: str, record: Record) -> Session:
+    def new_session(self, name: str, record: Record, salt: str = "") -> Session:
         """A conversation that begins with what is recorded. Raises ValueError if there is one of this name."""
-        if self.find_session(name) is not None:
+        if self.find_session(name, salt) is not None:
             raise ValueError(f"there is a session {name!r} already: close it, or take another name")
-        session = self._conversations.create(Session(self, name, record))
-        self._conversations.remember(record)
+        session = self._conversations.create(Session(self, name, record, salt))
+        self._conversations.remember(record, salt)
         self.changed(session)
         return session
 
-    def load_session(self, name: str, path: str | os.PathLike[str]) -> Session:
+    def load_session(self, name: str, path: str | os.PathLike[str], salt: str = "") -> Session:
         """A conversation from what `Session.save` wrote. Raises SnapshotError for a file that is none, or damaged."""
         snapshot = Snapshot.load(path)
         if snapshot.media:
@@ -316,23 +336,24 @@ class Engine:
         def take(_: Model) -> None:
             state = self._new_state(1)
             state.restore(0, snapshot)  # checks all of it
-            self._reuse.keep(state.snapshot(0), self._scheduler.row_bytes())
+            self._reuse.keep(state.snapshot(0), self._scheduler.row_bytes(), salt)
 
+        check_salt(salt)
         self._called(take)
-        return self.new_session(name, record)
+        return self.new_session(name, record, salt)
 
-    def save_session(self, record: Record, path: Path) -> None:
+    def save_session(self, record: Record, path: Path, salt: str = "") -> None:
         """Write a snapshot with a session's record in its notes."""
-        snapshot = self._called(lambda _: self._held(record.tokens).snapshot(0))
+        snapshot = self._called(lambda _: self._held(record.tokens, salt).snapshot(0))
         replace(snapshot, notes=record.to_json()).save(path)
 
-    def held(self, tokens: Sequence[int]) -> dict[str, int]:
+    def held(self, tokens: Sequence[int], salt: str = "") -> dict[str, int]:
         """Bytes of a state that has these tokens, by layer kind, as far as they are in memory: see `State.memory`."""
-        return self._called(lambda _: self._held(tokens).memory())
+        return self._called(lambda _: self._held(tokens, salt).memory())
 
-    def _held(self, tokens: Sequence[int]) -> State:
+    def _held(self, tokens: Sequence[int], salt: str) -> State:
         """A state of what memory keeps of some tokens, the others queued. For the engine's thread."""
-        state = self._reuse.resume(list(tokens))
+        state = self._reuse.resume(list(tokens), salt)
         state.queue(0, tokens[state.lengths[0] :])
         return state
 
@@ -369,11 +390,11 @@ class Engine:
             self._changed.notify_all()
         return future
 
-    def explain(self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]]) -> Reuse:
+    def explain(self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]], salt: str = "") -> Reuse:
         """Tokens of a prompt that would be reused now, and why not more."""
-        ids = self._encoded(prompt)
+        ids = self._encoded(prompt, salt)
 
-        return self._called(lambda _: self._reuse.explain(ids))
+        return self._called(lambda _: self._reuse.explain(ids, salt))
 
     def _called(self, function: Callable[[Model], Result]) -> Result:
         return function(self.model) if current_thread() is self._thread else self.call(function).result()
@@ -412,20 +433,27 @@ class Engine:
         """Tokens drafted and accepted since the start, by place in a draft, and the seconds saved."""
         return self._drafting.report()
 
-    def tree(self) -> str:
-        """The prefix store as text, a line for each run of tokens; see `lmstate.engine.prefix.picture`."""
-        return self._called(lambda _: picture(self._reuse.prefixes, self._decoded))
+    def tree(self, salt: str | None = None) -> str:
+        """The prefix store as text, a line for each run of tokens; see `lmstate.engine.prefix.picture`.
 
-    def prefixes(self, tokens: Sequence[int] = ()) -> list[Prefix]:
-        """The runs of tokens in the prefix store, those above first; each says whether `tokens` run through it."""
-        return self._called(lambda _: list(prefixes(self._reuse.prefixes, self._decoded, tokens)))
+        `salt`: of the runs to show; None: all.
+        """
+        return self._called(lambda _: picture(self._reuse.prefixes, self._decoded, salt))
 
-    def clear_prefixes(self) -> None:
+    def prefixes(self, tokens: Sequence[int] = (), salt: str | None = None) -> list[Prefix]:
+        """The runs of tokens in the prefix store, those above first; each says whether `tokens` run through it.
+
+        `salt`: of the runs to tell of; None: all.
+        """
+        return self._called(lambda _: list(prefixes(self._reuse.prefixes, self._decoded, tokens, salt)))
+
+    def clear_prefixes(self, salt: str | None = None) -> None:
         """Forget what was computed and no session needs, so that the next requests compute it again.
 
-        A store is not changed; another process, and this one after a restart, finds there what it has.
+        With `salt`, only what was computed under it. A store is not changed; another process, and this one after a
+        restart, finds there what it has.
         """
-        self._called(lambda _: self._reuse.prefixes.clear())
+        self._called(lambda _: self._reuse.prefixes.clear(salt))
 
     def rewind_window(self) -> int | None:
         """Number of positions that a row goes back without computing anything again; None for all of them."""
@@ -455,7 +483,8 @@ class Engine:
     def resident(self, limit: int = 1000) -> list[str]:
         """Digests of the prefixes in memory, the last used first, at most so many.
 
-        SHA-256 of token ids as int32, little-endian, of the first 64, 128, ... 1,024, 2,048, ... tokens of a text.
+        SHA-256 of the salt, then of token ids as int32, little-endian, of the first 64, 128, ... 1,024, 2,048, ...
+        tokens of a text.
         """
         return self._called(lambda _: resident(self._reuse.prefixes, limit))
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lmstate.engine.options import check_salt
 from lmstate.engine.request import Request
 from lmstate.engine.results import Completion, Reuse, Usage
 from lmstate.generation.logprobs import TokenLogprob
@@ -35,15 +36,17 @@ MAX_PRIORITY = 2**31
 @dataclass(frozen=True)
 class Terms:
     """The demands of a request: its answers' parameters, its priority, its deadline in seconds, the most milliseconds
-    between two of its tokens while others' prompts are read, and its idempotency key."""
+    between two of its tokens while others' prompts are read, its idempotency key, and the salt of its prefixes."""
 
     params: SamplingParams
     priority: int = 0
     deadline: float | None = None
     itl: float | None = None
     key: str | None = None
+    salt: str = ""
 
     def __post_init__(self) -> None:
+        check_salt(self.salt)
         priority, deadline = whole_number(self.priority, "priority"), self.deadline
         if abs(priority) > MAX_PRIORITY:
             raise ValueError(f"priority is {priority}; it must be {-MAX_PRIORITY} or more, at most {MAX_PRIORITY}")
@@ -73,7 +76,7 @@ class Job:
         self.text = array("q", self.prompt)  # the same, to be compared
         self.params, self.priority, self.deadline = terms.params, terms.priority, terms.deadline
         self.itl = None if terms.itl is None else terms.itl / 1000  # seconds
-        self.key = terms.key
+        self.key, self.salt = terms.key, terms.salt
         self.order = order
         self.messages = messages  # that the prompt was made of, if it was
         self.session = session

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from lmstate.models.model import Model
     from lmstate.text.replay import Replay
 
+MAX_SALT = 128  # characters
+
 
 def are_messages(prompt: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     return isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(part, Mapping) for part in prompt)
@@ -28,13 +30,19 @@ def refuse_no_messages(messages: Any) -> None:
         raise ValueError(f"{messages!r:.80} was given; chat messages are a list of dicts with a role and a content")
 
 
-def prompt_ids(model: Model, prompt: Any, replay: Replay) -> list[int]:
+def check_salt(salt: object) -> None:
+    """Raise ValueError for what prefixes cannot be kept under."""
+    if not isinstance(salt, str) or len(salt) > MAX_SALT or not salt.isprintable():
+        raise ValueError(f"salt is {salt!r:.80}; it must be a printable text of at most {MAX_SALT} characters")
+
+
+def prompt_ids(model: Model, prompt: Any, replay: Replay, salt: str = "") -> list[int]:
     """The ids of a prompt: a text, ids, or chat messages; `(text,)` follows another text, and gets no begin token.
 
     Raises ValueError if it is none of these.
     """
     if are_messages(prompt):
-        ids = replay.encode(model.tokenizer, prompt)
+        ids = replay.encode(model.tokenizer, prompt, salt)
     elif isinstance(prompt, str):
         ids = model.tokenizer.encode(prompt)
     elif isinstance(prompt, tuple) and len(prompt) == 1 and isinstance(prompt[0], str):

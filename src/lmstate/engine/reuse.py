@@ -61,7 +61,7 @@ class PrefixReuse:
             return False
         if self._looking_up(job):
             return True
-        match = self.match(job.text)
+        match = self.match(job.text, job.salt)
         if job.fetch is None:
             if not (wanted := self.prefixes.missing(match)):
                 return False
@@ -106,11 +106,11 @@ class PrefixReuse:
             quiet = now < self._silent_until or len(self._lookups) >= MOST_LOOKUPS
             if not self.tier.looks_up or quiet:
                 return False
-            unknown = len(job.prompt) - self.match(job.text).length
+            unknown = len(job.prompt) - self.match(job.text, job.salt).length
             if unknown < WORTH_ASKING:
                 return False
             patience = min(max(2 * (self._pace.seconds(unknown) or 0.0), ASKING[0]), ASKING[1])
-            job.lookup = Lookup(self.tier, job.prompt, patience, self._wake)
+            job.lookup = Lookup(self.tier, job.prompt, job.salt, patience, self._wake)
             self._lookups.append(job.lookup)
             return True
         if not job.lookup.ended:
@@ -122,9 +122,9 @@ class PrefixReuse:
         if job.params.prompt_logprobs is not None:
             (state := self._new_state(1)).expect(0, len(job.prompt))
             return state  # all of it is computed
-        match = self.match(job.text)
+        match = self.match(job.text, job.salt)
         if self.prefixes.missing(match):
-            match = self.match(job.text, only_memory=True)
+            match = self.match(job.text, job.salt, only_memory=True)
         if (restored := self._restored(match, len(job.prompt))) is None:
             return self.begin(job)  # with less
         state, reused = restored
@@ -135,17 +135,17 @@ class PrefixReuse:
         job.cuts |= self._worth_keeping(job.prompt, match)
         return state
 
-    def resume(self, text: list[int], most: int | None = None) -> State:
+    def resume(self, text: list[int], salt: str, most: int | None = None) -> State:
         """A state of one row with what memory has of a text that was once read, at most so many of its tokens."""
-        match = self.match(text, logits=False, only_memory=True)
+        match = self.match(text, salt, logits=False, only_memory=True)
         if most is not None and match.length > most:
-            match = self.prefixes.match(text[:most], False, True, self._model.frequency_key(len(text)))
+            match = self.prefixes.match(text[:most], False, True, self._model.frequency_key(len(text)), salt)
         restored = self._restored(match, len(text))
-        return self.resume(text, most) if restored is None else restored[0]
+        return self.resume(text, salt, most) if restored is None else restored[0]
 
-    def match(self, text: Sequence[int], logits: bool = True, only_memory: bool = False) -> Match:
+    def match(self, text: Sequence[int], salt: str, logits: bool = True, only_memory: bool = False) -> Match:
         """The longest part of a text that needs not be computed."""
-        return self.prefixes.match(text, logits, only_memory, self._model.frequency_key(len(text)))
+        return self.prefixes.match(text, logits, only_memory, self._model.frequency_key(len(text)), salt)
 
     def _restored(self, match: Match, length: int) -> tuple[State, int] | None:
         """(a state of one row with what is stored of a match, how many of its tokens need not be computed).
@@ -167,9 +167,9 @@ class PrefixReuse:
             self.prefixes.discard(match)
             return None
 
-    def explain(self, prompt: list[int]) -> Reuse:
+    def explain(self, prompt: list[int], salt: str) -> Reuse:
         """Tokens of a prompt that would be reused now."""
-        match = self.match(prompt)
+        match = self.match(prompt, salt)
         return self.told(prompt, match, match.length)
 
     def told(self, prompt: list[int], match: Match, reused: int) -> Reuse:
@@ -199,13 +199,13 @@ class PrefixReuse:
         """Have the store leave the rows their bytes, and some to grow by."""
         self.prefixes.shrink(max(0, self.memory - row_bytes - min(row_bytes, self.memory // HEADROOM)))
 
-    def keep(self, snapshot: Snapshot, row_bytes: int) -> None:
+    def keep(self, snapshot: Snapshot, row_bytes: int, salt: str) -> None:
         """Have the store keep it, if there is room beside the rows. What cannot be kept is no one's error."""
         if not snapshot.cached:
             return  # nothing was computed
         self.prefixes.shrink(max(0, self.memory - row_bytes))
         self.prefixes.seconds_per_token = self._pace.seconds(1) or 1e-3
-        self.prefixes.put(snapshot)
+        self.prefixes.put(snapshot, salt)
         # Carries are to take no more than the keys and values between them.
         carry, tokens = self.prefixes.split.sizes(snapshot)
         self._ladder = min(max(int(carry / max(tokens, 1)), LADDER[0]), LADDER[1])

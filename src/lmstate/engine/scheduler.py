@@ -204,10 +204,11 @@ class Scheduler:
             job.follows = None
             return False
         for leader in self.reading:
-            if self.model.frequency_key(len(leader.prompt)) != self.model.frequency_key(len(job.prompt)):
+            keys = (self.model.frequency_key(len(each.prompt)) for each in (leader, job))
+            if leader.salt != job.salt or len({*keys}) > 1:
                 continue
             until = min(shared(leader.text, job.text), len(job.prompt) - 1)
-            if until - max(leader.at, self._reuse.match(job.text).length) >= WORTH_WAITING:
+            if until - max(leader.at, self._reuse.match(job.text, job.salt).length) >= WORTH_WAITING:
                 leader.cuts.add(until)
                 job.follows = (leader, until)
                 return True
@@ -285,7 +286,7 @@ class Scheduler:
                 self._begin_answers(job, fresh=True)
                 return
         if count == left:
-            self._keep(job.state.snapshot(0))
+            self._keep(job.state.snapshot(0), job)
 
     def _itls(self) -> set[float | None]:
         """Bounds on the gaps of the rows that decode, in seconds; None for the engine's."""
@@ -341,7 +342,7 @@ class Scheduler:
         job.unseated = [choice for choice in job.choices if choice.finished is None and choice not in again]
         assert isinstance(job.source, State)
         if fresh:
-            self._keep(job.source.snapshot(0))
+            self._keep(job.source.snapshot(0), job)
         if len(job.unseated) > 1:
             job.source = job.source.snapshot(0)
         for choice in again:
@@ -407,7 +408,7 @@ class Scheduler:
             kept = None if job.state is None or not job.at else job.state.snapshot(0)
             job.begin_again()
             self.waiting.put_back(job)
-            self._keep_if(kept)
+            self._keep_if(kept, job)
         elif isinstance(what, Preempted):
             what.state, what.at = None, 0
         elif what in job.unseated:
@@ -418,14 +419,14 @@ class Scheduler:
             del self._jobs[what]
             kept = self.pool.snapshot(what)
             self.pool.leave(what)
-            self._keep_if(kept)
+            self._keep_if(kept, job)
         self.counts["preempted"] += 1
         self._crowded = True
         return True
 
-    def _keep_if(self, snapshot: Snapshot | None) -> None:
+    def _keep_if(self, snapshot: Snapshot | None, job: Job) -> None:
         if snapshot is not None:
-            self._keep(snapshot)
+            self._keep(snapshot, job)
 
     def _end_too_large(self, job: Job, what: AnswerRow | Preempted | None) -> None:
         """A request that is alone, and has no room: it ends with what it has."""
@@ -452,7 +453,7 @@ class Scheduler:
             self.pool.join(choice, snapshot)
 
     def _resume(self, work: Preempted, _: Job) -> None:
-        work.state = self._reuse.resume(work.text, len(work.job.prompt) if work.echo else None)
+        work.state = self._reuse.resume(work.text, work.job.salt, len(work.job.prompt) if work.echo else None)
         work.at = work.state.lengths[0]
 
     def _read_again(self, work: Preempted, job: Job) -> None:
@@ -600,7 +601,7 @@ class Scheduler:
         self._drafting.leave(choice, job)
         try:
             self.pool.rewind(choice, len(job.prompt) + choice.kept())
-            self._keep(self.pool.snapshot(choice))
+            self._keep(self.pool.snapshot(choice), job)
         finally:  # a row without a choice would never be given to another one
             self.pool.leave(choice)
             self._crowded = False
@@ -656,7 +657,7 @@ class Scheduler:
         """Take a request out of everything; what was computed is kept if it can be: memory may be what it ended for."""
         if job.state is not None and job.at and job in self.reading:
             with suppress(BaseException):
-                self._keep(job.state.snapshot(0))
+                self._keep(job.state.snapshot(0), job)
         for choice in [choice for choice, owner in self._jobs.items() if owner is job]:
             with suppress(BaseException):
                 self._leave(choice)
@@ -668,11 +669,11 @@ class Scheduler:
             if job in jobs:
                 jobs.remove(job)
 
-    def _keep(self, snapshot: Snapshot) -> None:
+    def _keep(self, snapshot: Snapshot, job: Job) -> None:
         held = self.row_bytes()
         self.peak = max(self.peak, held)
         self._spare = -1
-        self._reuse.keep(snapshot, held)
+        self._reuse.keep(snapshot, held, job.salt)
 
     def _guarded(self, job: Job, action: Callable[[Job], None]) -> None:
         """Do it; what it raises is the end of this request, and of no other."""

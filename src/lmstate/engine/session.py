@@ -149,9 +149,9 @@ class SessionHost(Protocol):
 
     def changed(self, session: Session) -> None: ...
 
-    def new_session(self, name: str, record: Record) -> Session: ...
+    def new_session(self, name: str, record: Record, salt: str) -> Session: ...
 
-    def save_session(self, record: Record, path: Path) -> None: ...
+    def save_session(self, record: Record, path: Path, salt: str) -> None: ...
 
     def close_session(self, session: Session) -> None: ...
 
@@ -164,8 +164,8 @@ class Session:
     What the model needs to go on from its end stays in memory, whatever else has to go.
     """
 
-    def __init__(self, engine: SessionHost, name: str, record: Record) -> None:
-        self.name = name
+    def __init__(self, engine: SessionHost, name: str, record: Record, salt: str = "") -> None:
+        self.name, self.salt = name, salt
         self._engine = engine
         self._record = record
         self._lock = Lock()
@@ -236,13 +236,13 @@ class Session:
         """A session of this name that begins as this one is now, and shares all that was computed."""
         with self._resting() as record:
             copy = record
-        return self._engine.new_session(name, copy)
+        return self._engine.new_session(name, copy, self.salt)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a snapshot file (see `Snapshot.save`) from which `Engine.load_session` goes on, here or elsewhere."""
         with self._resting() as record:
             copy = record
-        self._engine.save_session(copy, Path(path))
+        self._engine.save_session(copy, Path(path), self.salt)
 
     def close(self) -> None:
         """Forget the session; what was computed for it may go. Ends a request that runs. It takes no others then."""

@@ -181,6 +181,7 @@ async def messages(service: Service, request: Request, body: MessagesBody) -> AS
         use=use,
         max_new_tokens=body.max_tokens,
         priority=body.priority or 0,
+        cache_salt=body.cache_salt,
         constraint=read_format(service, body),
         call_prefix="toolu_",
     )

@@ -12,6 +12,7 @@ from lmstate.serve.answer.handlers import error_response
 from lmstate.serve.settings import Settings, is_loopback
 from lmstate.serve.wire.errors import ApiError
 from lmstate.serve.wire.request_id import ANTHROPIC, OPENAI
+from lmstate.serve.wire.tenants import EVERYBODY, Tenant, current_tenant
 
 OPEN = frozenset({"/health", "/v1/health"})  # asked by what watches a server, without a key
 
@@ -22,7 +23,8 @@ class Guard:
     def __init__(self, app: ASGIApp, settings: Settings, open_paths: Sequence[str] = ()) -> None:
         self._app = app
         self._settings = settings
-        self._keys = [key.encode() for key in settings.api_keys]
+        keys = [key.encode() for key in settings.api_keys]
+        self._keys = {key: Tenant.of(key) if settings.has_owners else EVERYBODY for key in keys}
         self._open = OPEN | frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -44,7 +46,7 @@ class Guard:
             await send(message)
 
         try:
-            self._check(scope, headers, origin, cross)
+            current_tenant.set(self._check(scope, headers, origin, cross))
         except ApiError as error:
             await error_response(error, scope["path"])(scope, receive, put)
             return
@@ -53,7 +55,8 @@ class Guard:
             return
         await self._app(scope, receive, put)
 
-    def _check(self, scope: Scope, headers: Headers, origin: str | None, cross: str | None) -> None:
+    def _check(self, scope: Scope, headers: Headers, origin: str | None, cross: str | None) -> Tenant:
+        """Whom a request is answered for. Raises `ApiError` for one that may not ask."""
         host = headers.get("host", "")
         if origin is not None and cross is None and not _is_same(origin, scope["scheme"], host):
             raise ApiError(f"pages of {origin[:200]} may not ask here; --cors-origin allows them", 403)
@@ -63,20 +66,23 @@ class Guard:
             if self._settings.on_loopback and not is_loopback(name):
                 where = f"this server is asked as localhost, not as {host[:200]!r}"
                 raise ApiError(f"{where}; with --api-key-file it answers to any name", 403)
-            return
+            return EVERYBODY
         if scope["path"] in self._open or scope["method"] == "OPTIONS":
-            return
+            return EVERYBODY
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = [headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else ""]
-        if True not in [self._known(key.encode("utf-8", "surrogateescape")) for key in given]:
+        found = [self._known(key.encode("utf-8", "surrogateescape")) for key in given]
+        if (tenant := found[0] or found[1]) is None:
             message = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
             raise ApiError(message, 401, code="invalid_api_key")
+        return tenant
 
-    def _known(self, given: bytes) -> bool:
-        """Compare with every key, each in constant time."""
-        found = False
-        for key in self._keys:
-            found |= hmac.compare_digest(key, given)
+    def _known(self, given: bytes) -> Tenant | None:
+        """The owner that a key stands for, if it is one. It is compared with every key, each in constant time."""
+        found = None
+        for key, tenant in self._keys.items():
+            if hmac.compare_digest(key, given):
+                found = tenant
         return found
 
     def _allowed_origin(self, origin: str | None) -> str | None:

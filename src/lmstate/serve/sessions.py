@@ -34,6 +34,7 @@ from lmstate.serve.wire.ids import new_id
 from lmstate.serve.wire.schema.chat import PromptBody
 from lmstate.serve.wire.schema.sessions import RewindBody, SendBody, SessionBody
 from lmstate.serve.wire.sse import DONE, EventStream, comment, data, unless_gone
+from lmstate.serve.wire.tenants import caller
 
 if TYPE_CHECKING:
     from lmstate.engine import Completion, Session
@@ -47,16 +48,17 @@ MOST_SESSIONS = 100_000
 async def create(service: Service, request: Request, body: SessionBody) -> ASGIApp:
     """Create a session; without a `name` it gets a random one."""
     name = checked_name(body.name or new_id("session_", 16))
-    known = await asyncio.to_thread(service.engine.sessions)
+    known = await asyncio.to_thread(names, service)
     if len(known) >= MOST_SESSIONS:
         raise ApiError(f"there are {len(known)} sessions: delete some", 429, retry_after=60)
-    session = await begun(service, name, lambda: service.engine.new_session(name, Record()))
+    new, owner = service.engine.new_session, caller()
+    session = await begun(service, name, lambda: new(owner.stored(name), Record(), owner.salt()))
     return json_response(shown(session), 201)
 
 
 async def list_sessions(service: Service, request: Request) -> ASGIApp:
-    names = await asyncio.to_thread(service.engine.sessions)
-    return json_response({"object": "list", "data": [{"object": "session", "name": name} for name in names]})
+    known = await asyncio.to_thread(names, service)
+    return json_response({"object": "list", "data": [{"object": "session", "name": name} for name in known]})
 
 
 async def get(service: Service, request: Request) -> ASGIApp:
@@ -68,7 +70,7 @@ async def get(service: Service, request: Request) -> ASGIApp:
 async def delete(service: Service, request: Request) -> ASGIApp:
     session = await found(service, request)
     await done(session.close)
-    return json_response({"object": "session", "name": session.name, "deleted": True})
+    return json_response({"object": "session", "name": name_of(session), "deleted": True})
 
 
 async def rewind(service: Service, request: Request, body: RewindBody) -> ASGIApp:
@@ -94,7 +96,7 @@ async def fork(service: Service, request: Request, body: SessionBody) -> ASGIApp
     """Fork a session under a new `name`; both share all that was computed."""
     session = await found(service, request)
     name = checked_name(body.name or new_id("session_", 16))
-    return json_response(shown(await begun(service, name, lambda: session.fork(name))), 201)
+    return json_response(shown(await begun(service, name, lambda: session.fork(caller().stored(name)))), 201)
 
 
 async def save(service: Service, request: Request) -> ASGIApp:
@@ -117,7 +119,7 @@ async def download(service: Service, request: Request) -> ASGIApp:
     except BaseException:
         path.unlink(missing_ok=True)
         raise
-    name = f"{session.name}.safetensors"
+    name = f"{name_of(session)}.safetensors"
     gone = BackgroundTask(path.unlink, missing_ok=True)
     return FileResponse(path, media_type="application/octet-stream", filename=name, background=gone)
 
@@ -125,19 +127,21 @@ async def download(service: Service, request: Request) -> ASGIApp:
 async def upload(service: Service, request: Request) -> ASGIApp:
     """A session from such a file; the path names it."""
     name = checked_name(request.path_params["name"])
+    load, owner = service.engine.load_session, caller()
     async with received(service, request) as path:
-        session = await begun(service, name, lambda: service.engine.load_session(name, path))
+        session = await begun(service, name, lambda: load(owner.stored(name), path, owner.salt()))
     return json_response(shown(session), 201)
 
 
 async def tree(service: Service, request: Request) -> ASGIApp:
-    """The prefixes that are kept, as text."""
-    return json_response({"object": "cache.tree", "tree": await asyncio.to_thread(service.engine.tree)})
+    """The caller's prefixes that are kept, as text."""
+    tree = await asyncio.to_thread(service.engine.tree, caller().salt())
+    return json_response({"object": "cache.tree", "tree": tree})
 
 
 async def reset(service: Service, request: Request) -> ASGIApp:
-    """Forget what was computed and no session needs."""
-    await asyncio.to_thread(service.engine.clear_prefixes)
+    """Forget what was computed for the caller and no session needs; of all, where names have no owners."""
+    await asyncio.to_thread(service.engine.clear_prefixes, caller().salt() or None)
     return json_response({"object": "cache.reset"})
 
 
@@ -149,7 +153,7 @@ async def explain(service: Service, request: Request, body: PromptBody) -> ASGIA
     else:
         tokens = await asyncio.to_thread(prompt_ids, service, body.prompt, "prompt")
     service.room(len(tokens))
-    reuse = await asyncio.to_thread(service.engine.explain, tokens)
+    reuse = await asyncio.to_thread(service.engine.explain, tokens, caller().salt(body.cache_salt))
     return json_response({"object": "cache.explanation", "prompt_tokens": len(tokens), **asdict(reuse)})
 
 
@@ -259,7 +263,7 @@ def read_prompt(service: Service, body: SendBody) -> tuple[Any, int]:
 def shown(session: Session) -> dict[str, Any]:
     return {
         "object": "session",
-        "name": session.name,
+        "name": name_of(session),
         "length": len(session.tokens),
         "generation": session.generation,
     }
@@ -268,9 +272,23 @@ def shown(session: Session) -> dict[str, Any]:
 async def found(service: Service, request: Request) -> Session:
     name = request.path_params["name"]
     # Off the loop: a store, which may be slow to answer, is asked for a session that is not here.
-    if (session := await asyncio.to_thread(service.engine.find_session, name)) is None:
+    if (session := await asyncio.to_thread(find, service, name)) is None:
         raise ApiError(f"there is no session {name[:100]!r}", 404)
     return session
+
+
+def find(service: Service, name: str) -> Session | None:
+    """The caller's session of this name."""
+    return service.engine.find_session(caller().stored(name), caller().salt())
+
+
+def names(service: Service) -> list[str]:
+    """The names of the caller's sessions."""
+    return [name for stored in service.engine.sessions() if (name := caller().shown(stored)) is not None]
+
+
+def name_of(session: Session) -> str:
+    return caller().shown(session.name) or session.name
 
 
 def checked_name(name: str) -> str:
@@ -294,7 +312,7 @@ async def begun(service: Service, name: str, make: Callable[[], Session]) -> Ses
     try:
         return await done(make)
     except ApiError as error:
-        if error.status != 400 or await asyncio.to_thread(service.engine.find_session, name) is None:
+        if error.status != 400 or await asyncio.to_thread(find, service, name) is None:
             raise
         message = f"there is a session {name!r} already: delete it, or take another name"
         raise ApiError(message, 409, param="name") from None

@@ -25,6 +25,7 @@ class Settings:
     cors_origins: tuple[str, ...] = ()  # exact origins, or "*"
     folder: Path | None = None  # conversations of the page and saved sessions; None: memory, and saving is refused
     log_prompts: bool = False
+    shared: bool = False  # all API keys share sessions, responses, conversations and prefixes
     max_body: int = 16 * 2**20
     max_snapshot: int = 2**32  # of a session's file that a client sends
     max_new_tokens: int = 4096  # when a request does not say; the context ends an answer too
@@ -55,6 +56,11 @@ class Settings:
                 f"serving on {self.host} lets the network in, and no API key is set: give --api-key-file, "
                 f"set {KEY_VARIABLE}, or serve on 127.0.0.1 (--allow-anonymous if everybody may)"
             )
+
+    @property
+    def has_owners(self) -> bool:
+        """Whether each API key has names and prefixes of its own."""
+        return len({*self.api_keys}) > 1 and not self.shared
 
     @property
     def on_loopback(self) -> bool:

@@ -63,25 +63,25 @@ class Replay:
                 self._known.move_to_end(key)
             return self._known.get(key)
 
-    def remember(self, messages: Sequence[Message], tokens: Sequence[int], **variables: Any) -> None:
+    def remember(self, messages: Sequence[Message], tokens: Sequence[int], salt: str = "", **variables: Any) -> None:
         """Keep the tokens of a conversation whose last message is an answer, up to the end of that answer's text.
 
-        Also found with the answer's thinking left out, as templates and clients do. Raises ValueError for messages that
-        are nested too deep.
+        Also found with the answer's thinking left out, as templates and clients do, and with the same salt alone.
+        Raises ValueError for messages that are nested too deep.
         """
         answer = dict(messages[-1])
         forms = [answer]
         if isinstance(text := answer.get("content"), str) and THOUGHT in text:
             forms.append({**answer, "content": text.rpartition(THOUGHT)[2]})
         for form in forms:
-            self.put(_links([*messages[:-1], form], variables)[-1], Sampled(tokens))
+            self.put(_links([*messages[:-1], form], variables, salt)[-1], Sampled(tokens))
 
-    def encode(self, tokenizer: Tokenizer, messages: Sequence[Message], **variables: Any) -> list[int]:
+    def encode(self, tokenizer: Tokenizer, messages: Sequence[Message], salt: str = "", **variables: Any) -> list[int]:
         """The ids of chat messages up to where the next answer begins, the last known answer's as they were sampled.
 
         Raises ValueError for messages that are nested too deep.
         """
-        links = _links(messages, variables)
+        links = _links(messages, variables, salt)
         for count in range(len(messages), 0, -1):
             if messages[count - 1].get("role") == "assistant" and (known := self.get(links[count - 1])) is not None:
                 tail = _tail(tokenizer, messages, count, variables)
@@ -108,7 +108,7 @@ def _serialized(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
 
 
-def _links(messages: Sequence[Message], variables: Mapping[str, Any]) -> list[bytes]:
+def _links(messages: Sequence[Message], variables: Mapping[str, Any], salt: str) -> list[bytes]:
     """Digests of messages in which blank ends of a text, which templates strip, do not count. Raises ValueError."""
     refuse_deep(messages)
     refuse_deep(variables, "variables of the template")
@@ -116,7 +116,7 @@ def _links(messages: Sequence[Message], variables: Mapping[str, Any]) -> list[by
         {name: value.strip() if isinstance(value, str) else value for name, value in message.items()}
         for message in messages
     )
-    return chain(_serialized(dict(variables)), stripped)
+    return chain(salt.encode() + _serialized(dict(variables)), stripped)
 
 
 def _tail(tokenizer: Tokenizer, messages: Sequence[Message], count: int, variables: Mapping[str, Any]) -> str | None:

@@ -34,9 +34,9 @@ def unpacked(data: bytes) -> array[int]:
     return array("q", ids.astype(np.int64).tobytes())
 
 
-def beginnings(tokens: Sequence[int]) -> Iterator[str]:
-    """SHA-256 of the beginnings of a text, shorter ones first."""
-    data, digest, done = packed(tokens), hashlib.sha256(), 0
+def beginnings(tokens: Sequence[int], salt: str = "") -> Iterator[str]:
+    """SHA-256 of a salt and the beginnings of a text, shorter ones first."""
+    data, digest, done = packed(tokens), hashlib.sha256(salt.encode()), 0
     for end in ends(len(tokens)):
         digest.update(data[4 * done : 4 * end])
         done = end

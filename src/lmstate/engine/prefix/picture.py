@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lmstate.engine.prefix.digests import beginnings
-from lmstate.engine.prefix.store import PrefixStore
+from lmstate.engine.prefix.store import PrefixStore, Tree
 from lmstate.engine.prefix.tree import Node, walk
 
 WIDTH = 48  # characters of a run's text that are shown
@@ -43,21 +43,24 @@ class Prefix:
 
 
 def prefixes(
-    store: PrefixStore, decode: Callable[[Sequence[int]], str], tokens: Sequence[int] = ()
+    store: PrefixStore,
+    decode: Callable[[Sequence[int]], str],
+    tokens: Sequence[int] = (),
+    salt: str | None = None,
 ) -> Iterator[Prefix]:
-    """The runs of the store, those above first; `tokens` are those asked about."""
+    """The runs of the store, those above first; `tokens` are those asked about. With `salt`, those under it alone."""
     tier = None if store.tier is None else store.tier.name
-    through: dict[int, set[Node]] = {}  # by frequency_key
-    nodes = list(store.nodes())
+    through: dict[Tree, set[Node]] = {}
+    nodes = list(store.nodes(salt))
     shared: set[Node] = set()
     for _, node in reversed(nodes):  # those below first
         if len(node.children) > 1 or any(child in shared for child in node.children.values()):
             shared.add(node)
-    for frequency_key, node in nodes:
+    for tree, node in nodes:
         path = node.path()
-        if frequency_key not in through:
+        if tree not in through:
             assert path[0].parent is not None
-            through[frequency_key] = set(walk(path[0].parent, tokens)[0].path())
+            through[tree] = set(walk(path[0].parent, tokens)[0].path())
         text = decode(list(node.tokens[:WIDTH])).encode("unicode_escape").decode()
         yield Prefix(
             start=node.start,
@@ -69,23 +72,27 @@ def prefixes(
             carry=node.carry is not None or node.stored_carry is not None,
             logits=node.carry is not None and node.carry.logits is not None,
             pins=node.pins,
-            branch=node in through[frequency_key],
+            branch=node in through[tree],
             shared=node in shared,
             nbytes=node.own_nbytes + sum(block.nbytes for block in node.blocks()),
         )
 
 
-def picture(store: PrefixStore, decode: Callable[[Sequence[int]], str]) -> str:
-    """A line a run, indented by depth: its tokens, their number, and what is known at its end; see `Prefix.flags`."""
-    runs = (f"{'  ' * one.depth}{one.start}+{one.count} [{one.flags}] {one.text}" for one in prefixes(store, decode))
+def picture(store: PrefixStore, decode: Callable[[Sequence[int]], str], salt: str | None = None) -> str:
+    """A line a run, indented by depth: its tokens, their number, and what is known at its end; see `Prefix.flags`.
+
+    With `salt`, of the runs under it alone.
+    """
+    shown = prefixes(store, decode, salt=salt)
+    runs = (f"{'  ' * one.depth}{one.start}+{one.count} [{one.flags}] {one.text}" for one in shown)
     return "\n".join((f"{store.nbytes:,} of {store.limit:,} bytes", *runs))
 
 
 def resident(prefixes: PrefixStore, limit: int) -> list[str]:
     """The digests of the beginnings that memory has, of the texts that were last used first; the longest first."""
     found: dict[str, None] = {}
-    leaves = [node for _, node in prefixes.nodes() if not node.children]
-    for leaf in sorted(leaves, key=lambda node: node.used, reverse=True):
+    leaves = [(salt, node) for (_, salt), node in prefixes.nodes() if not node.children]
+    for salt, leaf in sorted(leaves, key=lambda pair: pair[1].used, reverse=True):
         if len(found) >= limit:
             break
         held = 0
@@ -93,5 +100,5 @@ def resident(prefixes: PrefixStore, limit: int) -> list[str]:
             if node.run is None:
                 break
             held = node.end
-        found.update(dict.fromkeys([*beginnings(leaf.all_tokens()[:held])][::-1]))
+        found.update(dict.fromkeys([*beginnings(leaf.all_tokens()[:held], salt)][::-1]))
     return list(found)[: max(0, limit)]

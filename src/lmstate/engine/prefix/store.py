@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -18,6 +19,8 @@ from lmstate.ops.types.block_table import KVBlock
 from lmstate.state import Snapshot
 
 SLICE = 0.02  # of the budget that is made free at once
+Tree: TypeAlias = tuple[int, str]
+"""(`Snapshot.frequency_key`, salt) of the texts of a tree."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,12 @@ class Match:
 
 
 class PrefixStore:
-    """A tree for each `Snapshot.frequency_key`. `limit` is in bytes, of everything held in memory.
+    """A tree for each `Snapshot.frequency_key` and salt. `limit` is in bytes, of everything held in memory.
 
     What a text agrees with is reused at any token where layers keep an entry a token, else at the carries that were
     kept. What goes first is what saves the least seconds a byte, the longer nobody asked for it the less; what a pinned
     text needs goes last, and only for rows that have no other room.
+    A text finds what was kept under its own salt alone.
     """
 
     def __init__(self, split: Split, fingerprint: str, limit: int, tier: Tier | None = None) -> None:
@@ -50,7 +54,7 @@ class PrefixStore:
         self.block_nbytes = 0  # of them, those of blocks, which rows may hold too
         self._holders: Counter[KVBlock] = Counter()  # of each block, how many nodes hold it
         self.counts = {"stored": 0, "refused": 0, "evicted": 0}
-        self._roots: dict[int, Node] = {}
+        self._roots: dict[Tree, Node] = {}
         self._clock = count(1)
         if tier is not None:
             self._recall(tier)
@@ -58,7 +62,12 @@ class PrefixStore:
     # ---- finding
 
     def match(
-        self, tokens: Sequence[int], logits: bool = True, only_memory: bool = False, key: int | None = None
+        self,
+        tokens: Sequence[int],
+        logits: bool = True,
+        only_memory: bool = False,
+        key: int | None = None,
+        salt: str = "",
     ) -> Match:
         """The longest part of `tokens` that needs not be computed.
 
@@ -66,8 +75,8 @@ class PrefixStore:
         `key`: the frequency key of the text that they are read for; None: any.
         """
         best = Match(0, 0)
-        for frequency_key, root in self._roots.items():
-            if key not in (None, frequency_key):
+        for (frequency_key, own), root in self._roots.items():
+            if own != salt or key not in (None, frequency_key):
                 continue
             node, matched = walk(root, tokens)
             node, matched = self._held(node, matched, only_memory)
@@ -164,14 +173,14 @@ class PrefixStore:
 
     # ---- keeping
 
-    def put(self, snapshot: Snapshot) -> bool:
+    def put(self, snapshot: Snapshot, salt: str = "") -> bool:
         """Keep a snapshot, as far as it shares nothing with what is kept. False if there is no room for it."""
         length = snapshot.cached
         if length == 0:
             return False
         tokens = snapshot.tokens[:length]
         logits = snapshot.logits if length == snapshot.length else None
-        node, matched = walk(self._root(snapshot.frequency_key), tokens)
+        node, matched = walk(self._root(tree := (snapshot.frequency_key, salt)), tokens)
         now = next(self._clock)
         carry = Carry(self.split.carry(snapshot), logits)
         fresh = length - matched
@@ -199,15 +208,15 @@ class PrefixStore:
             self._set(node, carry=carry)
         self.counts["stored"] += 1
         if self.tier is not None:
-            self._write(self.tier, snapshot.frequency_key, path)
+            self._write(self.tier, tree, path)
         return True
 
-    def pin(self, tokens: Sequence[int]) -> Node | None:
+    def pin(self, tokens: Sequence[int], salt: str = "") -> Node | None:
         """Keep what going on from the end of a text needs, however seldom it is asked for; None if there is nothing.
 
         To be undone by `unpin` with what it returned.
         """
-        node = self.match(tokens, logits=False).node
+        node = self.match(tokens, logits=False, salt=salt).node
         if node is not None:
             node.pins += 1
         return node
@@ -215,10 +224,10 @@ class PrefixStore:
     def unpin(self, node: Node) -> None:
         node.pins -= 1
 
-    def clear(self) -> None:
-        """Forget everything but what is pinned."""
+    def clear(self, salt: str | None = None) -> None:
+        """Forget everything but what is pinned; with `salt`, of what was kept under it."""
         needed = {part for _, node in self.nodes() if node.pins for part in node.path()}
-        for _, node in [*self.nodes()]:
+        for _, node in [*self.nodes(salt)]:
             if node.parent is not None and node not in needed:  # else it went with another
                 self._remove(node)
 
@@ -230,12 +239,12 @@ class PrefixStore:
 
     # ---- what there is
 
-    def nodes(self) -> Iterator[tuple[int, Node]]:
-        """(frequency_key, node), those above first."""
-        for frequency_key, root in self._roots.items():
-            for node in root.below():
+    def nodes(self, salt: str | None = None) -> Iterator[tuple[Tree, Node]]:
+        """(tree, node), those above first; with `salt`, of its trees alone."""
+        for tree, root in self._roots.items():
+            for node in root.below() if salt in (None, tree[1]) else ():
                 if node is not root:
-                    yield frequency_key, node
+                    yield tree, node
 
     def counted(self) -> int:
         """`nbytes`, by counting."""
@@ -245,12 +254,12 @@ class PrefixStore:
 
     # ---- the parts of it
 
-    def _root(self, frequency_key: int) -> Node:
-        """The tree of a frequency key. Where it is new, empty ones go: some models have a key for every length."""
-        if frequency_key not in self._roots:
+    def _root(self, tree: Tree) -> Node:
+        """The root of a tree. Where it is new, empty ones go: some models have a key for every length."""
+        if tree not in self._roots:
             self._roots = {key: root for key, root in self._roots.items() if root.children}
-            self._roots[frequency_key] = Node(array("q"), 0)
-        return self._roots[frequency_key]
+            self._roots[tree] = Node(array("q"), 0)
+        return self._roots[tree]
 
     def _held(self, node: Node, matched: int, only_memory: bool) -> tuple[Node, int]:
         """A match that ends in `node`, as far as what its tokens left is still somewhere."""
@@ -358,8 +367,9 @@ class PrefixStore:
         if self.tier is not None:
             self.tier.refuse(key)
 
-    def _write(self, tier: Tier, frequency_key: int, path: list[Node]) -> None:
+    def _write(self, tier: Tier, tree: Tree, path: list[Node]) -> None:
         """Have what is new of a path written."""
+        frequency_key, salt = tree
         tokens = path[-1].all_tokens()
         above: list[str] = []
 
@@ -368,7 +378,7 @@ class PrefixStore:
 
         for part in path:
             if part.run is not None and not kept(part.stored_run):
-                key = tier.put(Entry("run", frequency_key, part.start, tokens[: part.end]), part.run, above)
+                key = tier.put(Entry("run", frequency_key, part.start, tokens[: part.end], salt), part.run, above)
                 part.stored_run = None if key is None else Stored(key)
             if part.stored_run is not None:
                 above.append(part.stored_run.key)
@@ -376,7 +386,7 @@ class PrefixStore:
         if last.carry is not None and not kept(last.stored_carry) and (self.split.needs_carry or not last.children):
             layers = _with_logits(last.carry.layers, last.carry.logits)
             known = last.carry.logits is not None
-            key = tier.put(Entry("end" if known else "carry", frequency_key, last.end, tokens), layers, above)
+            key = tier.put(Entry("end" if known else "carry", frequency_key, last.end, tokens, salt), layers, above)
             last.stored_carry = None if key is None else Stored(key, logits=known)
 
     def _recall(self, tier: Tier) -> None:
@@ -387,7 +397,7 @@ class PrefixStore:
         """Have these entries of the tier found, as far as they hang on something."""
         # What a run hangs on begins before it, but may end behind it: a run that this one leaves on the way.
         for key, entry in sorted(found, key=lambda pair: (pair[1].start, pair[1].kind != "run")):
-            node, matched = walk(self._root(entry.frequency_key), entry.tokens)
+            node, matched = walk(self._root((entry.frequency_key, entry.salt)), entry.tokens)
             end = len(entry.tokens)
             if matched < node.end and (matched < end or entry.kind != "run"):
                 node = self._split(node, matched - node.start)

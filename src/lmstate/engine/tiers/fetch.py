@@ -94,12 +94,12 @@ class PatientRecords:
 class Lookup:
     """Asks a tier which entries it has of a text, on a thread of its own; `wake` is called at the end."""
 
-    def __init__(self, tier: Tier, tokens: Sequence[int], patience: float, wake: Callable[[], None]) -> None:
+    def __init__(self, tier: Tier, tokens: Sequence[int], salt: str, patience: float, wake: Callable[[], None]) -> None:
         """`patience`: seconds after which nothing is waited for."""
         self.found: list[tuple[str, Entry]] = []
         self.ended = False
         self._until = perf_counter() + patience
-        self._tier, self._tokens, self._wake = tier, tokens, wake
+        self._tier, self._tokens, self._salt, self._wake = tier, tokens, salt, wake
         Thread(target=self._run, name="lmstate-lookup", daemon=True).start()
 
     @property
@@ -107,7 +107,7 @@ class Lookup:
         return self.ended or perf_counter() > self._until
 
     def _run(self) -> None:
-        self.found = self._tier.lookup(self._tokens)
+        self.found = self._tier.lookup(self._tokens, self._salt)
         self.ended = True
         self._wake()
 

@@ -19,7 +19,6 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from time import time, time_ns
-from typing import get_args
 
 from lmstate.engine.prefix.digests import packed, unpacked
 from lmstate.engine.prefix.parts import Layers, nbytes
@@ -29,7 +28,6 @@ from lmstate.engine.tiers.sqlite_records import LOCK_SECONDS, SqliteRecords, inf
 from lmstate.engine.tiers.tier import (
     MOST_LAYERS,
     Entry,
-    Kind,
     Tier,
     from_bytes,
     sessions_of,
@@ -136,7 +134,7 @@ class FolderTier(Tier):
         self._seen = None, 0
         return self._newer()
 
-    def find(self, tokens: Sequence[int]) -> list[tuple[str, Entry]]:
+    def find(self, tokens: Sequence[int], salt: str = "") -> list[tuple[str, Entry]]:
         """All that other processes have written since somebody looked, of whatever texts."""
         return list(self._newer(MOST_NEW))
 
@@ -154,7 +152,7 @@ class FolderTier(Tier):
             last = rows[-1][0] if rows else self._seen[1]
             self._seen = (None if len(rows) == most else version), last
         inflated = 0
-        for _, key, kind, frequency_key, start, blob in rows:
+        for _, key, label, frequency_key, start, blob in rows:
             if key in self._keys:
                 continue
             if inflated > MOST_TEXTS:
@@ -163,8 +161,8 @@ class FolderTier(Tier):
             try:
                 inflated += len(text := inflate(blob, MOST_TEXT))
                 tokens = unpacked(text)
-                entry = Entry(kind, int(frequency_key), int(start), tokens)
-                sound = kind in get_args(Kind) and 0 <= start <= len(tokens) and entry.key(self.namespace) == key
+                entry = Entry.labelled(str(label), int(frequency_key), int(start), tokens)
+                sound = entry.key(self.namespace) == key
             except (SnapshotError, zlib.error, TypeError, ValueError, OverflowError):
                 sound = False
             if sound:
@@ -211,7 +209,7 @@ class FolderTier(Tier):
         with atomic_write(file, FILE_MODE) as part:
             part.write_bytes(data)
         told = (
-            self.namespace, key, entry.kind, entry.frequency_key, entry.start, zlib.compress(packed(entry.tokens), 1),
+            self.namespace, key, entry.label, entry.frequency_key, entry.start, zlib.compress(packed(entry.tokens), 1),
             len(layers), len(data), self._checksum(key, data), time(),
         )  # fmt: skip
         with self._lock, self._index:

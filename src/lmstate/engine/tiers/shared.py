@@ -16,7 +16,6 @@ import json
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import get_args
 
 from lmstate.engine.prefix.digests import beginnings, packed, unpacked
 from lmstate.engine.prefix.parts import Layers
@@ -27,7 +26,6 @@ from lmstate.engine.tiers.seal import SealedBlobs, store_key
 from lmstate.engine.tiers.tier import (
     MOST_LAYERS,
     Entry,
-    Kind,
     Tier,
     from_bytes,
     to_bytes,
@@ -69,17 +67,17 @@ class SharedTier(Tier):
         """(key, entry, the keys of what it hangs on) of a blob of the index; None for one that is damaged."""
         try:
             told, tokens = parted(blob)
-            entry = Entry(told["kind"], int(told["frequency_key"]), int(told["start"]), unpacked(tokens))
-            key = entry.key(self.namespace)
-            if entry.kind in get_args(Kind) and 0 <= entry.start <= len(entry.tokens) and told["key"] == key:
+            place = int(told["frequency_key"]), int(told["start"])
+            entry = Entry.labelled(str(told["kind"]), *place, unpacked(tokens))
+            if told["key"] == (key := entry.key(self.namespace)):
                 return key, entry, [str(above) for above in told.get("above", ())]
         except (SnapshotError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
             pass
         self.counts["quarantined"] += 1
         return None
 
-    def find(self, tokens: Sequence[int]) -> list[tuple[str, Entry]]:
-        names = self._beginnings(tokens)
+    def find(self, tokens: Sequence[int], salt: str = "") -> list[tuple[str, Entry]]:
+        names = self._beginnings(tokens, salt)
         low, high = 0, len(names)  # who writes of a beginning writes of all shorter ones
         while low < high:
             middle = (low + high) // 2
@@ -99,9 +97,9 @@ class SharedTier(Tier):
                 waiting += known[2]
         return list(found.items())
 
-    def _beginnings(self, tokens: Sequence[int]) -> list[str]:
+    def _beginnings(self, tokens: Sequence[int], salt: str) -> list[str]:
         """The names of the beginnings of a text that are looked up, shorter ones first."""
-        return [f"{self._place}/prefix/{digest}" for digest in beginnings(tokens)]
+        return [f"{self._place}/prefix/{digest}" for digest in beginnings(tokens, salt)]
 
     def _pointed(self, name: str) -> list[str]:
         """The keys under a beginning; none if there is something else."""
@@ -128,13 +126,15 @@ class SharedTier(Tier):
     def write(self, entry: Entry, key: str, layers: Layers, above: Sequence[str]) -> None:
         data = len(layers).to_bytes(4, "little") + to_bytes(layers)
         told = {
-            "key": key, "kind": entry.kind, "frequency_key": entry.frequency_key, "start": entry.start,
+            "key": key, "kind": entry.label, "frequency_key": entry.frequency_key, "start": entry.start,
             "above": list(above),
         }  # fmt: skip
         self._blobs.put(f"{self._place}/entries/{key}", hashlib.sha256(data).digest() + data)
         self._blobs.put(f"{self._place}/index/{key}", joined(told, packed(entry.tokens)))
-        names = self._beginnings(entry.tokens)
-        before = len(self._beginnings(entry.tokens[: entry.start])) if entry.kind == "run" else len(names) - 1
+        names = self._beginnings(entry.tokens, entry.salt)
+        before = (
+            len(self._beginnings(entry.tokens[: entry.start], entry.salt)) if entry.kind == "run" else len(names) - 1
+        )
         for name in names[max(0, before) :]:
             # Two that write at once may lose one of the two: then that one is found at the next start.
             keys = [key, *(other for other in self._pointed(name) if other != key)][:KEYS]

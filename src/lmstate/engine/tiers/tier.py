@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition, Thread
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast, get_args
 
 from torch import Tensor
 
@@ -44,10 +44,24 @@ class Entry:
     frequency_key: int
     start: int
     tokens: array[int]  # all of the text, from its beginning
+    salt: str = ""  # under which alone it is found
+
+    @property
+    def label(self) -> str:
+        """Its kind and salt in one text, as stores write them."""
+        return f"{self.kind}|{self.salt}" if self.salt else self.kind
+
+    @staticmethod
+    def labelled(label: str, frequency_key: int, start: int, tokens: array[int]) -> Entry:
+        """The entry of a label. Raises ValueError for one that has no kind, or does not lie in its text."""
+        kind, _, salt = label.partition("|")
+        if kind not in get_args(Kind) or not 0 <= start <= len(tokens):
+            raise ValueError(f"a stored entry is of kind {kind[:20]!r} and begins at {start} of {len(tokens)} tokens")
+        return Entry(cast("Kind", kind), frequency_key, start, tokens, salt)
 
     def key(self, namespace: str) -> str:
         """The same for the same content, on any machine."""
-        told = f"{namespace}|{self.kind}|{self.frequency_key}|{self.start}|".encode()
+        told = f"{namespace}|{self.label}|{self.frequency_key}|{self.start}|".encode()
         return hashlib.sha256(told + packed(self.tokens)).hexdigest()
 
 
@@ -129,10 +143,10 @@ class Tier(ABC):
             self._changed.notify_all()
         return key
 
-    def lookup(self, tokens: Sequence[int]) -> list[tuple[str, Entry]]:
+    def lookup(self, tokens: Sequence[int], salt: str = "") -> list[tuple[str, Entry]]:
         """`find`, of which nothing is raised: a store that cannot be asked has nothing."""
         try:
-            found = self.find(tokens)
+            found = self.find(tokens, salt)
         except Exception:
             self.counts["failed"] += 1
             return []
@@ -221,8 +235,8 @@ class Tier(ABC):
     @abstractmethod
     def write(self, entry: Entry, key: str, layers: Layers, above: Sequence[str]) -> None: ...
 
-    def find(self, tokens: Sequence[int]) -> list[tuple[str, Entry]]:
-        """(key, entry) of what others may have written of a text's beginning. May raise anything."""
+    def find(self, tokens: Sequence[int], salt: str = "") -> list[tuple[str, Entry]]:
+        """(key, entry) of what others may have written of a text's beginning under a salt. May raise anything."""
         return []
 
     def check_access(self) -> None:  # noqa: B027

@@ -14,6 +14,7 @@ from lmstate.serve.answer.reasoning import reasoning_of
 from lmstate.serve.tools import HERMES, Tool, ToolFormat, format_of
 from lmstate.serve.wire.body import MAX_DEPTH
 from lmstate.serve.wire.errors import ApiError
+from lmstate.serve.wire.tenants import caller
 from lmstate.text.control_tokens import ControlTokens
 from lmstate.text.nesting import is_deeper
 from lmstate.text.replay import THOUGHT, Replay, chain
@@ -108,7 +109,7 @@ class Renderer:
 
     def prompt(self, chat: Chat) -> Prompt:
         """Render a conversation. Raises `ApiError` for one that the template refuses."""
-        links = chain(chat.key(), [message.canonical() for message in chat.messages])
+        links = chain(caller().salt().encode() + chat.key(), [message.canonical() for message in chat.messages])
         chat, control = self._hidden(chat)
         text = self._text(chat, chat.messages)
         tokens = None if chat.continued else self._replayed(chat, text, links, control)

@@ -25,6 +25,7 @@ from lmstate.serve.wire.access_log import submitted
 from lmstate.serve.wire.errors import ApiError, as_api_error
 from lmstate.serve.wire.metrics import Metrics
 from lmstate.serve.wire.sse import Disconnected, unless_gone
+from lmstate.serve.wire.tenants import caller
 from lmstate.text.replay import Replay, Sampled, link
 
 if TYPE_CHECKING:
@@ -145,11 +146,12 @@ class Service:
         session: Session | None = None,
         length: int | None = None,
         idempotency_key: str | None = None,
+        cache_salt: str | None = None,
     ) -> Request:
-        """Queue a request, its length cut to the context. Raises `ApiError`.
+        """Queue a request of the caller, its length cut to the context. Raises `ApiError`.
 
         `prompt` is token ids, or what a `session` goes on with; then `length` is how many tokens it comes to, and
-        `idempotency_key` names the turn.
+        `idempotency_key` names the turn. Its prefixes are shared with the caller's others of the same `cache_salt`.
         """
         if self.draining:
             raise ApiError("the server is shutting down", 503, code="shutting_down", retry_after=5)
@@ -170,6 +172,7 @@ class Service:
                 deadline=self.settings.request_timeout,
                 session=session,
                 idempotency_key=idempotency_key,
+                salt=caller().salt(cache_salt) if session is None else "",
             )
         except (StateError, EngineError) as error:
             raise as_api_error(error) from None
@@ -217,6 +220,7 @@ class Service:
         constraint: Constraint | None = None,
         call_prefix: str = "call_",
         tokens: list[int] | None = None,
+        cache_salt: str | None = None,
     ) -> ChatTask:
         """Begin to answer a conversation. `tokens` stand for its rendered prompt where they are known already."""
         if use.required:
@@ -237,7 +241,11 @@ class Service:
         if self.settings.log_prompts:
             log.info("prompt: %s", prompt.text)
         request = self.submit(
-            prompt.tokens, replace(params, grammar=grammar), max_new_tokens=max_new_tokens, priority=priority
+            prompt.tokens,
+            replace(params, grammar=grammar),
+            max_new_tokens=max_new_tokens,
+            priority=priority,
+            cache_salt=cache_salt,
         )
         return ChatTask(prompt, request, maker.answers(params.n), receive)
 

@@ -26,6 +26,7 @@ from lmstate.serve.wire.body import read
 from lmstate.serve.wire.errors import ApiError, as_api_error
 from lmstate.serve.wire.ids import new_id
 from lmstate.serve.wire.schema.sessions import PageSettings
+from lmstate.serve.wire.tenants import caller
 
 if TYPE_CHECKING:
     from lmstate.engine import Request
@@ -64,7 +65,7 @@ class Keeper:
     async def create(
         self, title: str = "", settings: dict[str, Any] | None = None, nodes: Sequence[MessageNode] = ()
     ) -> Live:
-        conversation = Conversation(new_id("c", 12), title or UNTITLED, time(), settings or {})
+        conversation = Conversation(caller().stored(new_id("c", 12)), title or UNTITLED, time(), settings or {})
         conversation.nodes = {node.id: node for node in nodes}
         live = Live(conversation)
         await self._save(live, conversation, *nodes)
@@ -76,7 +77,8 @@ class Keeper:
         if id not in self._open:
             conversation = await asyncio.to_thread(self.store.get, id)
             if conversation is None:
-                raise ApiError(f"there is no conversation {id[:100]!r}; it may have been deleted", 404)
+                told = (caller().shown(id) or id)[:100]
+                raise ApiError(f"there is no conversation {told!r}; it may have been deleted", 404)
             for old in [old for old, live in self._open.items() if live.idle][: max(0, len(self._open) - MOST_OPEN)]:
                 del self._open[old]
             self._open.setdefault(id, Live(conversation))
@@ -349,12 +351,13 @@ class Keeper:
         """Let a session stand at the end of a branch: what going on from there needs then stays in memory."""
         above, record = conversation.answer_before(answer), self.record(conversation, answer)
         before = [session_name(conversation.id, one.id) for one in (above, answer) if one is not None]
+        salt = caller().salt()
 
         def move() -> None:
             for name in before:
-                if (session := self.service.engine.find_session(name)) is not None:
+                if (session := self.service.engine.find_session(name, salt)) is not None:
                     session.close()
-            self.service.engine.new_session(before[-1], record)
+            self.service.engine.new_session(before[-1], record, salt)
 
         try:
             await asyncio.to_thread(move)
@@ -382,9 +385,10 @@ class Keeper:
 
     def _close_sessions(self, conversation: str) -> None:
         for name in self.service.engine.sessions():
-            found = self.service.engine.find_session(name) if name.startswith(session_name(conversation, "")) else None
-            if found is not None:
-                found.close()
+            if name.startswith(session_name(conversation, "")):
+                found = self.service.engine.find_session(name, caller().salt())
+                if found is not None:
+                    found.close()
 
     async def close(self) -> None:
         """End the answers that are written as they are, and keep them."""

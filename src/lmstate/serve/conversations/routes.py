@@ -28,6 +28,7 @@ from lmstate.serve.wire.errors import ApiError
 from lmstate.serve.wire.ids import new_id
 from lmstate.serve.wire.schema.sessions import PageConversation, PageFork, PageMessage
 from lmstate.serve.wire.sse import EventStream, comment, data
+from lmstate.serve.wire.tenants import caller
 
 MOST_PREFIXES, MOST_BACK = 200, 20  # of the store, and of earlier answers, that the panel of the state tells of
 WAIT, LOOK = 5.0, 0.5  # seconds after which a page that hears nothing is told so; between looks for the server's end
@@ -60,21 +61,23 @@ async def about(service: Service, request: Request) -> ASGIApp:
 
 async def list_conversations(service: Service, request: Request) -> ASGIApp:
     search = request.query_params.get("search", "")[:200]
-    return json_response({"data": await asyncio.to_thread(keeper(request).store.list, search)})
+    found = await asyncio.to_thread(keeper(request).store.list, search)
+    shown = [{**one, "id": caller().shown(one["id"])} for one in found]
+    return json_response({"data": [one for one in shown if one["id"] is not None]})
 
 
 async def create(service: Service, request: Request, body: PageConversation) -> ASGIApp:
     kept = keeper(request)
     settings = settings_of(body) or {}
     kept.params(settings)
-    return json_response({"id": (await kept.create(title_of(body) or "", settings)).conversation.id}, 201)
+    return json_response({"id": id_of(await kept.create(title_of(body) or "", settings))}, 201)
 
 
 async def change(service: Service, request: Request, body: PageConversation) -> ASGIApp:
     """Another `title`, other `settings`."""
     live = await opened(request)
     await keeper(request).change(live, title_of(body), settings_of(body))
-    return json_response({"id": live.conversation.id})
+    return json_response({"id": id_of(live)})
 
 
 async def delete(service: Service, request: Request) -> ASGIApp:
@@ -178,8 +181,8 @@ async def state(service: Service, request: Request) -> ASGIApp:
     held = live.conversation.tokens(answer)
     if answer is None or not held:
         raise ApiError("nothing was computed for this branch yet", 409)
-    engine = service.engine
-    kept = await asyncio.to_thread(engine.prefixes, held)
+    engine, salt = service.engine, caller().salt()
+    kept = await asyncio.to_thread(engine.prefixes, held, salt)
     own = [one for one in kept if one.branch]
     shown = kept if len(kept) <= MOST_PREFIXES else own[-MOST_PREFIXES:]
     return json_response(
@@ -187,14 +190,14 @@ async def state(service: Service, request: Request) -> ASGIApp:
             "tokens": len(held),
             "shared": shared(live.conversation, answer),
             "context": service.context,
-            "memory": await asyncio.to_thread(engine.held, held),
+            "memory": await asyncio.to_thread(engine.held, held, salt),
             "shared_bytes": sum(one.nbytes for one in own if one.shared),
             "own_bytes": sum(one.nbytes for one in own if not one.shared),
             "rewind": await asyncio.to_thread(engine.rewind_window),
             "back": await asyncio.to_thread(back, service, live.conversation, answer),
-            "reuse": asdict(await asyncio.to_thread(engine.explain, held)),
+            "reuse": asdict(await asyncio.to_thread(engine.explain, held, salt)),
             "usage": answer.usage,
-            "session": session_name(live.conversation.id, answer.id),
+            "session": session_name(id_of(live), answer.id),
             "prefixes": [asdict(one) for one in shown],
             "prefixes_left_out": len(kept) - len(shown),
         }
@@ -208,7 +211,7 @@ def back(service: Service, conversation: Conversation, answer: MessageNode) -> l
     for node in reversed(above):
         held = conversation.tokens(node)
         # With a token behind them: their own last logits are not needed to go on.
-        reused = min(service.engine.explain([*held, held[0]]).reused, len(held))
+        reused = min(service.engine.explain([*held, held[0]], caller().salt()).reused, len(held))
         told.append({"id": node.id, "tokens": len(held), "computed": len(held) - reused})
     return told
 
@@ -232,7 +235,7 @@ async def download(service: Service, request: Request) -> ASGIApp:
         raise ApiError("a branch is saved at the end of an answer that is no longer written", 409)
     record, path = keeper(request).record(live.conversation, answer), temporary()
     try:
-        await done(lambda: service.engine.save_session(record, path))
+        await done(lambda: service.engine.save_session(record, path, caller().salt()))
     except BaseException:
         path.unlink(missing_ok=True)
         raise
@@ -242,9 +245,9 @@ async def download(service: Service, request: Request) -> ASGIApp:
 
 async def upload(service: Service, request: Request) -> ASGIApp:
     """A conversation from such a file."""
-    kept, name = keeper(request), new_id("upload_")
+    kept, name = keeper(request), caller().stored(new_id("upload_"))
     async with received(service, request) as path:
-        session = await done(lambda: service.engine.load_session(name, path))
+        session = await done(lambda: service.engine.load_session(name, path, caller().salt()))
     try:
         nodes, system = nodes_of(session)
     finally:
@@ -253,7 +256,7 @@ async def upload(service: Service, request: Request) -> ASGIApp:
     live = await kept.create(title, {"system": system} if system else {}, nodes)
     if nodes and nodes[-1].role == "assistant":
         await kept.hold(live.conversation, nodes[-1])
-    return json_response({"id": live.conversation.id}, 201)
+    return json_response({"id": id_of(live)}, 201)
 
 
 def nodes_of(session: Session) -> tuple[list[MessageNode], str]:
@@ -296,7 +299,12 @@ def place(told: Any, length: int, most: int) -> tuple[int, int, int | None]:
 
 
 async def opened(request: Request) -> Live:
-    return await keeper(request).open(request.path_params["id"])
+    return await keeper(request).open(caller().stored(request.path_params["id"]))
+
+
+def id_of(live: Live) -> str:
+    """The id of the caller's conversation, as pages know it."""
+    return caller().shown(live.conversation.id) or live.conversation.id
 
 
 async def found(request: Request) -> tuple[Live, MessageNode]:

@@ -252,7 +252,16 @@ async def completions(service: Service, request: Request, body: CompletionBody) 
                     request.receive, service.grammars.compile_checked(constraint.lark, constraint.param)
                 )
             asked = replace(params, grammar=grammar)
-            await queued(service, request.receive, requests, prompt, asked, longest, body.priority or 0)
+            await queued(
+                service,
+                request.receive,
+                requests,
+                prompt,
+                asked,
+                longest,
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt,
+            )
         if body.stream:
             settings = service.settings
             return EventStream(
@@ -276,12 +285,17 @@ async def queued(
     prompt: list[int],
     params: SamplingParams,
     max_new_tokens: int,
+    *,
     priority: int = 0,
+    cache_salt: str | None = None,
 ) -> None:
     """Submit one more of many requests: where more than may wait at a time are, after one of the others has ended."""
     while True:
         try:
-            requests.append(service.submit(prompt, params, max_new_tokens=max_new_tokens, priority=priority))
+            made = service.submit(
+                prompt, params, max_new_tokens=max_new_tokens, priority=priority, cache_salt=cache_salt
+            )
+            requests.append(made)
             return
         except ApiError as error:
             earlier = next((one for one in requests if not one.done), None)

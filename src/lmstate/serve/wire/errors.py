@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmstate.errors import CapacityError, ModelError, StateError
+from lmstate.serve.wire.tenants import caller
 
 # Status -> the `type` of the error object, in OpenAI's and in Anthropic's words.
 OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -39,6 +40,11 @@ class ApiError(Exception):
         return self.message
 
     @property
+    def told(self) -> str:
+        """The message for the client: names in it as the client gave them."""
+        return caller().told(self.message)
+
+    @property
     def headers(self) -> dict[str, str]:
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
         if self.status == 401:
@@ -48,19 +54,19 @@ class ApiError(Exception):
     def openai(self) -> dict[str, Any]:
         """`{"error": {"message", "type", "param", "code"}}`"""
         kind = OPENAI_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        error = {"message": self.told, "type": kind, "param": self.param, "code": self.code}
         return {"error": error if self.generation is None else {**error, "generation": self.generation}}
 
     def anthropic(self) -> dict[str, Any]:
         """`{"type": "error", "error": {"type", "message", "details"}, "request_id"}`"""
         kind = ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-        error = {"type": kind, "message": self.message, "details": self.details}
+        error = {"type": kind, "message": self.told, "details": self.details}
         return {"type": "error", "error": error, "request_id": current_id.get()}
 
     def body(self, path: str) -> dict[str, Any]:
         """The JSON body of an error, by the protocol that `path` belongs to."""
         if is_ollama(path):
-            return {"error": self.message}
+            return {"error": self.told}
         return self.anthropic() if is_anthropic(path) else self.openai()
 
 

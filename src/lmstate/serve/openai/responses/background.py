@@ -9,6 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from lmstate.serve.wire.tenants import caller
+
 STILL_SECONDS = 20.0  # between two times that others are told that a response is made still
 ENDED = 64  # responses whose events can still be followed after their end
 
@@ -56,7 +58,7 @@ class BackgroundResponse:
 
 
 class BackgroundResponses:
-    """Those that are running, and the latest that ended. For one event loop."""
+    """Those that are running, and the latest that ended, each by the id that its owner knows. For one event loop."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -66,10 +68,10 @@ class BackgroundResponses:
         self, response: BackgroundResponse, events: AsyncIterator[bytes], still_made: Callable[[], Awaitable[None]]
     ) -> None:
         """`still_made` is called from time to time until it has ended."""
-        task = asyncio.create_task(_run(response, events, still_made))
-        self._tasks[response.id] = task
-        self._known[response.id] = response
-        task.add_done_callback(lambda _: self._forget(response.id))
+        task, id = asyncio.create_task(_run(response, events, still_made)), caller().stored(response.id)
+        self._tasks[id] = task
+        self._known[id] = response
+        task.add_done_callback(lambda _: self._forget(id))
 
     def _forget(self, id: str) -> None:
         self._tasks.pop(id, None)
@@ -78,15 +80,15 @@ class BackgroundResponses:
             del self._known[known]
 
     def get(self, id: str) -> BackgroundResponse | None:
-        return self._known.get(id)
+        return self._known.get(caller().stored(id))
 
     def running(self, id: str) -> BackgroundResponse | None:
-        known = self._known.get(id)
+        known = self.get(id)
         return None if known is None or known.done else known
 
     def drop(self, id: str) -> None:
         """Forget one that ended."""
-        self._known.pop(id, None)
+        self._known.pop(caller().stored(id), None)
 
     async def close(self) -> None:
         """Wait until those that run have ended: cancel their requests before."""

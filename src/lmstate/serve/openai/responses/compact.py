@@ -35,6 +35,7 @@ async def compact(service: Service, request: Request, body: ResponseBody) -> ASG
         sampling_params(body, service.vocab_size, service.model.defaults),
         use=ToolUse(),
         priority=body.priority or 0,
+        cache_salt=body.cache_salt,
         max_new_tokens=min(SUMMARY, service.settings.max_new_tokens),
         tokens=await asyncio.to_thread(exact_tokens, service, asked),
     )

@@ -10,6 +10,7 @@ from typing import Any
 from lmstate.engine.tiers.record_store import RecordStore, joined, parted
 from lmstate.serve.openai.responses.store import ATTEMPTS
 from lmstate.serve.wire.ids import new_id
+from lmstate.serve.wire.tenants import as_owner
 
 CONVERSATIONS, ITEMS = "conversations", "items of conversations"  # kinds: a value of the second is an id of the first
 
@@ -120,4 +121,4 @@ class ResponseConversations:
 
     def _make_room(self) -> None:
         for old in self._records.excess(CONVERSATIONS, self._most):
-            self.delete(old)
+            as_owner(old, self.delete)

@@ -14,6 +14,7 @@ from lmstate.serve.openai.responses.background import BackgroundResponses
 from lmstate.serve.openai.responses.conversation_store import ResponseConversations
 from lmstate.serve.openai.responses.store import ALIVE_SECONDS, ResponseStore, StoredResponse
 from lmstate.serve.settings import Settings
+from lmstate.serve.wire.owned_records import OwnedRecords
 
 if TYPE_CHECKING:
     from lmstate.engine import Engine
@@ -29,13 +30,13 @@ class KeptResponses:
         if records is None:
             folder = settings.folder
             records = SqliteRecords(None if folder is None else folder / RECORDS, store_key())
-        self.records = records
-        self.responses = ResponseStore(records, settings.stored_responses)
-        self.conversations = ResponseConversations(records, settings.stored_responses)
+        self.records = OwnedRecords(records)
+        self.responses = ResponseStore(self.records, settings.stored_responses)
+        self.conversations = ResponseConversations(self.records, settings.stored_responses)
         self.background = BackgroundResponses()
 
     def find_item(self, id: str) -> dict[str, Any] | None:
-        """An item of a stored response or conversation."""
+        """An item of a stored response or conversation of the caller."""
         return self.responses.find_item(id) or self.conversations.find_item(id)
 
     def made_elsewhere(self, stored: StoredResponse) -> bool:

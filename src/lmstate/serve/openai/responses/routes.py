@@ -247,6 +247,7 @@ async def create_response(service: Service, request: Request, body: ResponseBody
         use=asked.use,
         max_new_tokens=body.max_output_tokens,
         priority=body.priority or 0,
+        cache_salt=body.cache_salt,
         constraint=asked.constraint,
         tokens=await asyncio.to_thread(exact_tokens, service, asked),
     )

@@ -18,6 +18,7 @@ from lmstate.engine.results import StoreUnreachable
 from lmstate.engine.tiers.record_store import RecordStore, joined, parted
 from lmstate.errors import SnapshotError
 from lmstate.serve.answer.messages import Call, Message
+from lmstate.serve.wire.tenants import as_owner
 
 RESPONSES, ITEMS = "responses", "items of responses"  # kinds: a value of the second is the id of a response
 # What storing raises: of SQLite, of the disk, and what the engine makes of other stores' errors.
@@ -89,7 +90,7 @@ class ResponseStore:
         """Store a response. One that had `begun` before stays deleted if it was, and ended if it has."""
         data = stored.to_bytes()
         for old in self._records.excess(RESPONSES, self._most):
-            self.delete(old)
+            as_owner(old, self.delete)
         self._records.put_values(ITEMS, {item["id"]: stored.id.encode() for item in stored.items})
         for _ in range(ATTEMPTS):
             there = self._records.read(RESPONSES, stored.id)

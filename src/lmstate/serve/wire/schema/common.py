@@ -42,6 +42,7 @@ class Sampling(Struct, kw_only=True):
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=4096)] | None = None
     thinking_token_budget: Whole | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     prompt_logprobs: NoPromptLogprobs = None
 
 
