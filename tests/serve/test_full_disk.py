@@ -16,10 +16,13 @@ import pytest
 
 import lmstate
 from lmstate.engine import Engine
+from lmstate.engine.tiers.folder import RECORDS
+from lmstate.engine.tiers.sqlite_records import SqliteRecords
 from lmstate.serve import Settings
 from lmstate.serve.conversations import keeper
 from lmstate.serve.conversations.live import UNSAVED
 from lmstate.serve.conversations.store import ConversationStore
+from lmstate.serve.wire.owned_records import OwnedRecords
 from tests.serve.running import Running, running
 from tests.serve.test_page import ROOT, create, look, node, say
 from tests.waiting import wait_until
@@ -72,13 +75,12 @@ def held(connection: sqlite3.Connection) -> Iterator[None]:
 
 Trouble = Callable[[sqlite3.Connection], Any]
 KINDS = pytest.mark.parametrize("trouble, status", [(full, 507), (held, 503)])
-LONG = "x" * 1900  # more than what a page has left
+LONG = os.urandom(950).hex()  # more than what a page has left
 
 
-def database(server: Running, name: str) -> sqlite3.Connection:
-    """The connection of the page's conversations, or of those of responses."""
-    state = server.server.config.app.state  # type: ignore[union-attr]
-    return (state.keeper.store if name == "page" else state.responses.records)._connection
+def database(server: Running) -> sqlite3.Connection:
+    """The connection of the server's records."""
+    return server.server.config.app.state.records._records._connection  # type: ignore[union-attr]
 
 
 # ---- the page
@@ -106,7 +108,7 @@ def test_what_the_page_cannot_store_is_refused_and_changes_nothing(
         ]
     else:
         cases[0][2]["text"] = LONG
-    with trouble(database(server, "page")):
+    with trouble(database(server)):
         for method, path, body in cases:
             answer = client.request(method, path, json=body)
             assert answer.status_code == status, (path, answer.text)
@@ -129,21 +131,22 @@ def test_an_answer_that_cannot_be_saved_says_so_and_is_saved_later(
     store = server.server.config.app.state.keeper.store  # type: ignore[union-attr]
     put, broken = store.put, [True]
 
-    def failing(conversation: Any, *nodes: Any) -> None:
+    def failing(conversation: Any, *nodes: Any, **changes: Any) -> int:
         if broken[0] and any(one.role == "assistant" and one.status != "running" for one in nodes):
             raise sqlite3.OperationalError("database or disk is full")
-        put(conversation, *nodes)
+        return put(conversation, *nodes, **changes)
 
     monkeypatch.setattr(store, "put", failing)
     id = create(client, max_tokens=4)
     told = say(client, id, "Hello")
     assert told["error"] == UNSAVED and told["status"] == "length" and told["text"]
-    kept = ConversationStore(tmp_path, server.engine.model.fingerprint)
+    records = OwnedRecords(SqliteRecords(tmp_path / RECORDS, b""), shared=False)
+    kept = ConversationStore(records, server.engine.model.fingerprint)
     assert kept.get(id).nodes[told["id"]].text == ""  # type: ignore[union-attr]
     broken[0] = False
     wait_until(lambda: node(client, id, told["id"])["error"] == "")
     assert kept.get(id).nodes[told["id"]].text == told["text"]  # type: ignore[union-attr]
-    kept.close()
+    records.close()
 
 
 def test_an_answer_that_could_not_be_saved_is_saved_at_the_end(
@@ -155,7 +158,7 @@ def test_an_answer_that_could_not_be_saved_is_saved_at_the_end(
             put = store.put
             id = create(client, max_tokens=4)
             with monkeypatch.context() as patch:
-                patch.setattr(store, "put", lambda head, *nodes: put(head, *nodes) if len(nodes) == 2 else full_disk())
+                patch.setattr(store, "put", lambda *all, **more: put(*all, **more) if len(all) == 3 else full_disk())
                 told = say(client, id, "Hello")
         with running(engine, Settings("tiny", port=0, folder=tmp_path)) as server, server.client() as client:
             assert node(client, id, told["id"])["text"] == told["text"]
@@ -173,17 +176,17 @@ def test_the_page_writes_beside_the_event_loop(
     def watched(name: str) -> Any:
         real = getattr(ConversationStore, name)
 
-        def run(*arguments: Any) -> Any:
+        def run(*arguments: Any, **named: Any) -> Any:
             try:
                 asyncio.get_running_loop()
                 on_the_loop.append(name)
             except RuntimeError:
                 pass
-            return real(*arguments)
+            return real(*arguments, **named)
 
         return run
 
-    for name in ("list", "get", "put", "delete"):
+    for name in ("list", "generation", "get", "put", "put_messages", "delete"):
         monkeypatch.setattr(ConversationStore, name, watched(name))
     monkeypatch.setattr(keeper, "SAVED_EVERY", 0.0)
     id = create(client, max_tokens=4)
@@ -210,7 +213,7 @@ def test_a_response_that_cannot_be_stored_says_so_and_others_are_read(
 
     first = ask()
     assert first["store"] is True
-    with trouble(database(server, "responses")):
+    with trouble(database(server)):
         told = ask(input=LONG)
         assert (told["store"], told["usage"]["output_tokens"]) == (False, 4)
         assert client.get(f"/v1/responses/{told['id']}").status_code == 404
@@ -228,7 +231,7 @@ def test_what_a_conversation_cannot_take_is_not_half_stored(
 ) -> None:
     id = client.post("/v1/conversations", json={"items": [{"role": "user", "content": "Hi"}]}).json()["id"]
     client.post("/v1/conversations", json={"items": [{"role": "user", "content": LONG} for _ in range(3)]})
-    with trouble(database(server, "conversations")):
+    with trouble(database(server)):
         body = {**ASKED, "input": LONG, "conversation": id, "stream": stream}
         answer = client.post("/v1/responses", json=body)
         if stream:

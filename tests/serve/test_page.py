@@ -15,6 +15,7 @@ import pytest
 
 import lmstate
 from lmstate.engine import Engine
+from lmstate.engine.tiers.sqlite_records import SqliteRecords
 from lmstate.serve import Settings
 from lmstate.serve.conversations import keeper, markdown
 from lmstate.serve.conversations.live import Live
@@ -22,6 +23,7 @@ from lmstate.serve.conversations.markdown import GrowingMarkdown, render, render
 from lmstate.serve.conversations.routes import changes
 from lmstate.serve.conversations.store import ConversationStore
 from lmstate.serve.conversations.tree import Conversation, MessageNode
+from lmstate.serve.wire.owned_records import OwnedRecords
 from tests.serve.running import Running, load_tiny, running, standing_still
 from tests.waiting import wait_until
 
@@ -255,7 +257,7 @@ def test_a_change_while_another_is_sent_is_told_next(tiny: Running) -> None:
     async def scene() -> list[str]:
         conversation = Conversation("c", "Title", 0.0, {}, {})
         live, seen = Live(conversation), list[str]()
-        stream = changes(tiny.server.service, live, "epoch", 0)
+        stream = changes(tiny.server.config.app.state.keeper, live, 0)  # type: ignore[union-attr]
         async for sent in stream:
             seen += [one["id"] for one in json.loads(sent[6:])["nodes"]]
             if (count := len(conversation.nodes)) < 2:  # the page has not taken the last event yet
@@ -327,14 +329,17 @@ def test_conversations_survive_a_restart(tiny_model: lmstate.Model, tmp_path: Pa
 
 
 def test_an_answer_that_a_killed_server_left_can_be_continued(tmp_path: Path) -> None:
-    store = ConversationStore(tmp_path, "model")
+    file = tmp_path / "records"
+    records = [OwnedRecords(SqliteRecords(file, b""), shared=False) for _ in range(2)]
     written = MessageNode("a", None, "assistant", "Half of", status="running", added=[1, 2, 3], start=1)
-    store.put(Conversation("c", "Title", 0.0, {}, {}), written)
-    found = ConversationStore(tmp_path, "model").get("c")
+    ConversationStore(records[0], "model").put(Conversation("c", "Title", 0.0, {}, {}), written)
+    found = ConversationStore(records[1], "model").get("c")
     assert found is not None
     assert found.nodes["a"].status == "stopped"
     assert (found.nodes["a"].text, found.nodes["a"].added) == ("Half of", [1, 2, 3])
-    assert ConversationStore(tmp_path, "another model").get("c") is None
+    assert ConversationStore(records[1], "another model").get("c") is None
+    for each in records:
+        each.close()
 
 
 # ---- the files

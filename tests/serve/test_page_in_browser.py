@@ -15,15 +15,19 @@ import pytest
 
 import lmstate
 from lmstate.engine import Engine
+from lmstate.engine.tiers.folder import RECORDS
+from lmstate.engine.tiers.sqlite_records import inflate
 from lmstate.serve import Settings
+from lmstate.serve.conversations import keeper
 from tests.serve.browser import Visit, needs_chromium
 from tests.serve.running import Running, running, save_tiny, standing_still
 from tests.serve.test_behavior import command, held
+from tests.serve.test_page import ROOT, look, say
 from tests.waiting import GUARD, wait_until
 
 pytestmark = needs_chromium
 
-NODES = "SELECT text, body FROM nodes"
+MESSAGES = "select data from records where kind like 'page messages of %'"
 
 
 # A server whose answers are not over before a browser on a crowded machine has looked.
@@ -283,6 +287,31 @@ def test_a_server_that_ends_and_comes_back_loses_nothing(
     context.close()
 
 
+def test_the_page_says_that_another_server_changed_the_conversation(
+    browser: Any,
+    tiny_model: lmstate.Model,
+    tmp_path: Path,
+    enter: Callable[[Any], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(keeper, "LOOK_SECONDS", 0.05)
+    engines = [enter(Engine(tiny_model, store=tmp_path)) for _ in range(2)]
+    here, there = (enter(running(engine, Settings("tiny", port=0))) for engine in engines)
+    context = browser.new_context()
+    visit = Visit(context, here.url)
+    visit.settings(max_tokens=4)
+    visit.say("Hello")
+    assert not visit.page.is_visible("#adopted")
+    with there.client() as client:
+        (id,) = (one["id"] for one in client.get(ROOT).json()["data"])
+        (_, answer) = look(client, id)["nodes"]
+        say(client, id, "Said elsewhere", answer["id"])
+    visit.page.wait_for_selector("#adopted:not([hidden])")
+    assert visit.page.inner_text("#adopted") == "Another server changed this conversation. This is its newest state."
+    visit.page.wait_for_selector("text=Said elsewhere")
+    context.close()
+
+
 def test_an_answer_in_a_server_that_is_killed_goes_on_in_the_next(
     browser: Any, tmp_path: Path, enter: Callable[[Any], Any]
 ) -> None:
@@ -292,8 +321,8 @@ def test_an_answer_in_a_server_that_is_killed_goes_on_in_the_next(
 
     def saved() -> bool:
         """Whether a part of the answer is in the store: it is saved each second."""
-        with closing(sqlite3.connect(tmp_path / "store" / "conversations.sqlite")) as database:
-            return any(json.loads(body)["role"] == "assistant" and text for text, body in database.execute(NODES))
+        with closing(sqlite3.connect(tmp_path / "store" / RECORDS)) as database:
+            return any(json.loads(inflate(data, 2**20))["node"]["text"] for (data,) in database.execute(MESSAGES))
 
     with command(model, *options, main=SLOW) as (process, url):
         visit = Visit(context, url)

@@ -35,6 +35,7 @@ from lmstate.serve.settings import Settings
 from lmstate.serve.wire.access_log import AccessLog
 from lmstate.serve.wire.errors import ApiError
 from lmstate.serve.wire.linger import Linger
+from lmstate.serve.wire.owned_records import OwnedRecords
 from lmstate.serve.wire.request_id import RequestIds
 from lmstate.serve.wire.schema.chat import ChatBody, DetokenizeBody, PromptBody, TokenizeBody
 from lmstate.serve.wire.schema.completions import CompletionBody, EmbeddingBody, RerankBody
@@ -216,12 +217,14 @@ def create_app(engine: Engine, settings: Settings, *, close_engine: bool = True)
         service.cancel_all()
         await keeper.close()
         await kept.close()
+        records.close()
         await service.grammars.close()
         if close_engine:
             await asyncio.to_thread(engine.close)
 
     service = Service(engine, settings)
-    keeper, kept = Keeper(service), KeptResponses(engine, settings)
+    records = OwnedRecords.open(engine, settings.folder)
+    keeper, kept = Keeper(service, records), KeptResponses(records, settings)
     served = (*PATHS, *conversations.PATHS, *page.PATHS)
     routes = [
         Route(path, endpoint(one.handler, one.path, one.body), methods=[one.method])
@@ -239,7 +242,7 @@ def create_app(engine: Engine, settings: Settings, *, close_engine: bool = True)
         exception_handlers={HTTPException: _http_error, Exception: _failed},
         lifespan=lifespan,
     )
-    app.state.service, app.state.keeper, app.state.responses = service, keeper, kept
+    app.state.service, app.state.keeper, app.state.responses, app.state.records = service, keeper, kept, records
     return app
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sqlite3
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,12 @@ from lmstate.serve.answer.sampling import sampling_params
 from lmstate.serve.answer.service import Service, ToolUse
 from lmstate.serve.conversations.live import Live
 from lmstate.serve.conversations.markdown import GrowingMarkdown, render_blocks
-from lmstate.serve.conversations.store import ConversationStore
+from lmstate.serve.conversations.store import STILL_SECONDS, ConversationMoved, ConversationStore
 from lmstate.serve.conversations.tree import Conversation, MessageNode
 from lmstate.serve.wire.body import read
 from lmstate.serve.wire.errors import ApiError, as_api_error
 from lmstate.serve.wire.ids import new_id
+from lmstate.serve.wire.owned_records import STORE_ERRORS, OwnedRecords
 from lmstate.serve.wire.schema.sessions import PageSettings
 from lmstate.serve.wire.tenants import caller
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 ALTERNATIVES = 8  # of each token, with their probabilities
 SAVED_EVERY, SHARE = 1.0, 50  # seconds between two savings of an answer that is being written, or times their cost
 FIRST_RETRY, LAST_RETRY, CLOSING_RETRY = 0.5, 30.0, 0.1  # seconds before what could not be saved is saved again
+LOOK_SECONDS = 2.0  # between two looks for what other servers have changed
 MOST_OPEN = 64
 OTHER = 0.8  # temperature of another answer to a message, where neither settings nor the model's makers have one
 UNTITLED = "New conversation"
@@ -53,11 +55,12 @@ class PromptPlan:
 class Keeper:
     """Opens, answers and forgets conversations. For the event loop's thread; what takes time runs beside it."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, records: OwnedRecords) -> None:
         self.service = service
-        self.epoch = new_id("", 12)  # versions of an earlier run of the server mean nothing
-        self.store = ConversationStore(service.settings.folder, service.model.fingerprint)
-        self._open: dict[str, Live] = {}
+        self.epoch = new_id("", 12)  # versions of an earlier run of the server, or of another one, mean nothing
+        self.store = ConversationStore(records, service.model.fingerprint)
+        self.shared = records.shared
+        self._open: dict[str, Live] = {}  # by the stored forms of ids
         self._closing = asyncio.Event()
 
     # ---- conversations: what cannot be stored is refused, and changes nothing
@@ -65,39 +68,76 @@ class Keeper:
     async def create(
         self, title: str = "", settings: dict[str, Any] | None = None, nodes: Sequence[MessageNode] = ()
     ) -> Live:
-        conversation = Conversation(caller().stored(new_id("c", 12)), title or UNTITLED, time(), settings or {})
-        conversation.nodes = {node.id: node for node in nodes}
+        conversation = Conversation(new_id("c", 12), title or UNTITLED, time(), settings or {})
+        conversation.nodes = {node.id: replace(node, writer=self.epoch) for node in nodes}
         live = Live(conversation)
-        await self._save(live, conversation, *nodes)
-        self._open[conversation.id] = live
+        await self._save(live, conversation, *conversation.nodes.values())
+        self._open[caller().stored(conversation.id)] = live
         return live
 
     async def open(self, id: str) -> Live:
-        """The open conversation of this id. Raises `ApiError` if there is none."""
-        if id not in self._open:
-            conversation = await asyncio.to_thread(self.store.get, id)
-            if conversation is None:
-                told = (caller().shown(id) or id)[:100]
-                raise ApiError(f"there is no conversation {told!r}; it may have been deleted", 404)
+        """The open conversation of this id, as its record is now. Raises `ApiError` if there is none."""
+        name = caller().stored(id)
+        if (live := self._open.get(name)) is not None:
+            await self.refresh(live)
+        elif (conversation := await asyncio.to_thread(self.store.get, id)) is not None:
             for old in [old for old, live in self._open.items() if live.idle][: max(0, len(self._open) - MOST_OPEN)]:
                 del self._open[old]
-            self._open.setdefault(id, Live(conversation))
-        return self._open[id]
+            live = self._open.setdefault(name, Live(conversation))
+        if live is None or live.deleted:
+            raise ApiError(f"there is no conversation {id[:100]!r}; it may have been deleted", 404)
+        return live
+
+    async def refresh(self, live: Live) -> None:
+        """Adopt a newer record, and what other servers have written of their answers."""
+        if not self.shared:
+            return
+        async with live.saving:
+            conversation = live.conversation
+            newer = await asyncio.to_thread(self.store.generation, conversation.id) != conversation.generation
+            if not newer and not live.written_elsewhere:
+                return
+            there = await asyncio.to_thread(self.store.get, conversation.id, conversation)
+            if there is None:
+                self._forget(live)
+                await self._close_left(live)
+                return
+            await live.adopt(there, self.epoch)
+            for id in live.running:
+                if (node := there.nodes.get(id)) is not None and node.writer != self.epoch:
+                    self.stop(live, node)
+
+    async def look(self, live: Live) -> None:
+        """`refresh` from time to time, for those who watch."""
+        if monotonic() > live.next_look:
+            live.next_look = monotonic() + LOOK_SECONDS
+            try:
+                await self.refresh(live)
+            except STORE_ERRORS as error:
+                log.info("the conversation %s is as it was known: %s", live.conversation.id, error)
 
     async def delete(self, live: Live) -> None:
         id = live.conversation.id
         await asyncio.to_thread(self._close_sessions, id)
         async with live.saving:
             await asyncio.to_thread(self.store.delete, id)
-            live.deleted = True
-        self._open.pop(id, None)
+            self._forget(live)
+        await asyncio.gather(*live.tasks, return_exceptions=True)
+        await self._close_left(live)  # those of answers that ended meanwhile
+
+    async def _close_left(self, live: Live) -> None:
+        """Close the sessions of a conversation that was deleted."""
+        try:
+            await asyncio.to_thread(self._close_sessions, live.conversation.id)
+        except EngineError as error:
+            log.warning("a session of the deleted conversation %s is left: %s", live.conversation.id, error)
+
+    def _forget(self, live: Live) -> None:
+        """End what is done for a conversation that was deleted."""
+        live.deleted = True
+        self._open.pop(caller().stored(live.conversation.id), None)
         for request in live.running.values():
             request.cancel()
-        await asyncio.gather(*live.tasks, return_exceptions=True)
-        try:
-            await asyncio.to_thread(self._close_sessions, id)  # those of answers that ended meanwhile
-        except EngineError as error:
-            log.warning("a session of the deleted conversation %s is left: %s", id, error)
         live.touch()
 
     async def change(self, live: Live, title: str | None, settings: dict[str, Any] | None) -> None:
@@ -107,7 +147,7 @@ class Keeper:
             settings = conversation.settings
         else:
             self.params(settings)  # refuses what is out of range
-        await self._save(live, replace(conversation, title=title, settings=settings))
+        await self._save(live, conversation, title=title, settings=settings)
         conversation.title, conversation.settings = title, settings
         live.touch()
 
@@ -182,6 +222,8 @@ class Keeper:
     def stop(self, live: Live, answer: MessageNode) -> None:
         if (request := live.running.get(answer.id)) is not None:
             request.cancel()
+        elif answer.status == "running":
+            raise ApiError("the answer is written by another server of this store: stop it there", 409)
 
     def _refuse_unended(self, live: Live, answer: MessageNode) -> None:
         if answer.role != "assistant" or answer.status == "running" or answer.id in live.running:
@@ -222,32 +264,51 @@ class Keeper:
     ) -> None:
         """Store the messages that are new, then begin to write the answer. What is refused has changed nothing."""
         conversation = live.conversation
-        title, updated = conversation.title if title is None else title, time()
+        for node in changed:
+            known = conversation.nodes.get(node.id)
+            node.turn, node.writer = 0 if known is None else known.turn + 1, self.epoch
+        updated = time()
         live.running[answer.id] = request
         try:
-            await self._save(live, replace(conversation, title=title, updated=updated), *changed)
+            await self._save(live, replace(conversation, updated=updated), *changed, title=title)
         except BaseException:
             request.cancel()
             del live.running[answer.id]
             raise
-        conversation.title, conversation.updated = title, updated
+        conversation.title, conversation.updated = title or conversation.title, updated
         conversation.nodes |= {node.id: node for node in changed}
         live.touch(*changed)
         task = asyncio.get_running_loop().create_task(self._write(live, answer, request))
         live.tasks.add(task)
         task.add_done_callback(live.tasks.discard)
 
-    async def _save(self, live: Live, conversation: Conversation, *nodes: MessageNode) -> None:
-        """Store a conversation's own row and these of its messages, as they are now."""
-        head, copies = replace(conversation, nodes={}), [node.copy() for node in nodes]
+    async def _save(
+        self,
+        live: Live,
+        conversation: Conversation,
+        *nodes: MessageNode,
+        title: str | None = None,
+        settings: dict[str, Any] | None = None,
+    ) -> None:
+        """Store these messages of a conversation, as they are now, its title and its settings."""
+        copies = [node.copy() for node in nodes]
         async with live.saving:
             if live.deleted:
                 raise ApiError("the conversation was deleted", 404)
-            await asyncio.to_thread(self.store.put, head, *copies)
+            change = partial(self.store.put, conversation, *copies, title=title, settings=settings)
+            try:
+                generation = await asyncio.to_thread(change)
+            except ConversationMoved:
+                raise ApiError(
+                    "another server of this store changed the conversation meanwhile: try again", 409
+                ) from None
+            if generation == live.conversation.generation + 1:  # else others' changes are adopted with the next look
+                live.conversation.generation = generation
 
     async def _write(self, live: Live, answer: MessageNode, request: Request) -> None:
         """Take an answer's pieces into the conversation, to its end."""
-        status, wrong = "stopped", ""
+        status, wrong, ended = "stopped", "", asyncio.Event()
+        saving = asyncio.create_task(self._save_progress(live, answer, ended))
         try:
             status = await self._take(live, answer, request)
         except Drained:
@@ -257,24 +318,42 @@ class Keeper:
             status, wrong = "failed", as_api_error(error).message
         finally:
             request.cancel()
+            ended.set()
+            await saving
             # Rendered and stored before its end is told: who sees that it ended sees all of it.
             blocks = await asyncio.to_thread(render_blocks, answer.text)
             saved = live.deleted or await self._saved(live, replace(answer, status=status, error=wrong))
             answer.status, answer.error = status, wrong
             live.running.pop(answer.id, None)
-            if not live.deleted:
+            if live.conversation.nodes.get(answer.id) is answer and not live.deleted:
                 live.grew(answer, blocks)
                 await self.hold(live.conversation, answer)
                 if not saved:
                     await self._save_later(live, answer)
 
+    async def _save_progress(self, live: Live, answer: MessageNode, ended: asyncio.Event) -> None:
+        """Store what there is of an answer from time to time: other servers see it, and know that it is written."""
+        wait = SAVED_EVERY
+        while not ended.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), wait)
+            began = monotonic()
+            async with live.saving:
+                if ended.is_set() or live.deleted:
+                    return
+                try:
+                    await asyncio.to_thread(self.store.put_messages, live.conversation.id, answer.copy())
+                except STORE_ERRORS as error:  # its end is tried again
+                    log.info("an answer of conversation %s is not saved for now: %s", live.conversation.id, error)
+            wait = max(SAVED_EVERY, min(STILL_SECONDS, SHARE * (monotonic() - began)))
+
     async def _saved(self, live: Live, answer: MessageNode) -> bool:
         """Save an answer. False if it cannot be, which those who watch are told."""
         try:
             await self._save(live, live.conversation, answer)
-        except ApiError:  # it was deleted meanwhile
+        except ApiError:  # it was deleted meanwhile, or another server goes on with it
             return True
-        except (sqlite3.Error, OSError) as error:
+        except STORE_ERRORS as error:
             if answer.id not in live.unsaved:
                 log.warning(
                     "an answer of conversation %s is not saved, and is tried again: %s", live.conversation.id, error
@@ -315,7 +394,6 @@ class Keeper:
             elif (wait := growing.wait) is not None:  # shown then, also where no piece comes meanwhile
                 later = asyncio.get_running_loop().call_later(wait, show)
 
-        due = monotonic() + SAVED_EVERY
         try:
             async for piece in request:
                 before = len(answer.text)
@@ -324,9 +402,6 @@ class Keeper:
                 answer.added += piece.tokens
                 answer.logprobs += [(entry.logprob, list(entry.top)) for entry in piece.logprobs or []]
                 show(answer.text[before:])
-                if (now := monotonic()) > due:
-                    await self._saved(live, answer)
-                    due = now + max(SAVED_EVERY, SHARE * (monotonic() - now))
         finally:
             if later is not None:
                 later.cancel()
@@ -350,7 +425,7 @@ class Keeper:
     async def hold(self, conversation: Conversation, answer: MessageNode) -> None:
         """Let a session stand at the end of a branch: what going on from there needs then stays in memory."""
         above, record = conversation.answer_before(answer), self.record(conversation, answer)
-        before = [session_name(conversation.id, one.id) for one in (above, answer) if one is not None]
+        before = [caller().stored(session_name(conversation.id, one.id)) for one in (above, answer) if one is not None]
         salt = caller().salt()
 
         def move() -> None:
@@ -385,7 +460,7 @@ class Keeper:
 
     def _close_sessions(self, conversation: str) -> None:
         for name in self.service.engine.sessions():
-            if name.startswith(session_name(conversation, "")):
+            if name.startswith(caller().stored(session_name(conversation, ""))):
                 found = self.service.engine.find_session(name, caller().salt())
                 if found is not None:
                     found.close()
@@ -399,7 +474,6 @@ class Keeper:
                 request.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=5)
-        await asyncio.to_thread(self.store.close)
 
 
 def session_name(conversation: str, answer: str) -> str:

@@ -40,6 +40,8 @@ class Live:
         self.running: dict[str, Request] = {}
         self.saving = asyncio.Lock()  # so that of two savings the later one counts
         self.unsaved: set[str] = set()  # messages that could not be saved yet
+        self.adopted = 0  # records of other servers
+        self.next_look = 0.0  # when they are looked for again
         self.tasks: set[asyncio.Task[None]] = set()
         self._shown = {id: Shown(1) for id in conversation.nodes}
         self._changed = asyncio.Event()
@@ -47,6 +49,31 @@ class Live:
     @property
     def idle(self) -> bool:
         return not self.watchers and not self.tasks
+
+    @property
+    def written_elsewhere(self) -> bool:
+        """Whether another server writes an answer."""
+        nodes = self.conversation.nodes.values()
+        return any(node.status == "running" and node.id not in self.running for node in nodes)
+
+    async def adopt(self, there: Conversation, writer: str) -> None:
+        """Take what other servers have stored. A message that this `writer` began last is newer here."""
+        mine = self.conversation
+        changed: dict[str, MessageNode] = {}
+        for id, node in there.nodes.items():
+            known = mine.nodes.get(id)
+            if known is None or (known != node and (known.turn, known.writer) != (node.turn, writer)):
+                changed[id] = node
+        blocks = [await asyncio.to_thread(render_blocks, node.text) for node in changed.values()]
+        nodes = mine.nodes | changed
+        mine.nodes = {id: nodes[id] for id in dict.fromkeys((*there.nodes, *nodes))}
+        if there.generation != mine.generation:
+            mine.title, mine.settings, mine.updated = there.title, there.settings, there.updated
+            mine.generation = there.generation
+            self.adopted += 1
+            self.touch()
+        for node, shown in zip(changed.values(), blocks):
+            self.grew(node, shown)
 
     def touch(self, *nodes: MessageNode) -> None:
         """Tell those who watch that the conversation, and these messages in it, changed."""
@@ -89,7 +116,8 @@ class Live:
         """Changes since version `seen`, for a page that has that version."""
         told = self.conversation
         nodes = [self._told(node, seen) for node in told.nodes.values() if self._shown[node.id].version > seen]
-        return {"version": self.version, "title": told.title, "settings": told.settings, "nodes": nodes}
+        head = {"version": self.version, "title": told.title, "settings": told.settings, "adopted": self.adopted}
+        return {**head, "nodes": nodes}
 
     def _told(self, node: MessageNode, seen: int) -> dict[str, Any]:
         shown = self._shown[node.id]

@@ -52,7 +52,7 @@ async def about(service: Service, request: Request) -> ASGIApp:
             "context": service.context,
             "max_tokens": service.settings.max_new_tokens,
             "chats": service.engine.chats,
-            "kept": service.settings.folder is not None,
+            "kept": service.settings.folder is not None or keeper(request).shared,
             "temperature": suggested.temperature,
             "top_p": suggested.top_p,
         }
@@ -61,23 +61,21 @@ async def about(service: Service, request: Request) -> ASGIApp:
 
 async def list_conversations(service: Service, request: Request) -> ASGIApp:
     search = request.query_params.get("search", "")[:200]
-    found = await asyncio.to_thread(keeper(request).store.list, search)
-    shown = [{**one, "id": caller().shown(one["id"])} for one in found]
-    return json_response({"data": [one for one in shown if one["id"] is not None]})
+    return json_response({"data": await asyncio.to_thread(keeper(request).store.list, search)})
 
 
 async def create(service: Service, request: Request, body: PageConversation) -> ASGIApp:
     kept = keeper(request)
     settings = settings_of(body) or {}
     kept.params(settings)
-    return json_response({"id": id_of(await kept.create(title_of(body) or "", settings))}, 201)
+    return json_response({"id": (await kept.create(title_of(body) or "", settings)).conversation.id}, 201)
 
 
 async def change(service: Service, request: Request, body: PageConversation) -> ASGIApp:
     """Another `title`, other `settings`."""
     live = await opened(request)
     await keeper(request).change(live, title_of(body), settings_of(body))
-    return json_response({"id": id_of(live)})
+    return json_response({"id": live.conversation.id})
 
 
 async def delete(service: Service, request: Request) -> ASGIApp:
@@ -91,11 +89,11 @@ async def events(service: Service, request: Request) -> ASGIApp:
     seen = request.query_params.get("since", "")
     known = request.query_params.get("epoch") == kept.epoch and seen.isascii() and seen.isdigit() and len(seen) < 16
     settings = service.settings
-    stream = changes(service, live, kept.epoch, int(seen) if known else 0)
+    stream = changes(kept, live, int(seen) if known else 0)
     return EventStream(stream, lambda: comment("ping"), settings.ping_interval, settings.write_timeout, {})
 
 
-async def changes(service: Service, live: Live, epoch: str, seen: int) -> AsyncIterator[bytes]:
+async def changes(kept: Keeper, live: Live, seen: int) -> AsyncIterator[bytes]:
     live.watchers += 1
     try:
         if seen > live.version:  # of a time when the conversation was open longer
@@ -105,11 +103,12 @@ async def changes(service: Service, live: Live, epoch: str, seen: int) -> AsyncI
         while not live.deleted:
             told = live.since(seen)
             seen = told["version"]  # not what it is once this is sent: changes happen meanwhile
-            yield data({"epoch": epoch, "whole": whole, **told})
+            yield data({"epoch": kept.epoch, "whole": whole, **told})
             whole = False
             for _ in range(int(WAIT / LOOK)):
-                if service.draining:
+                if kept.service.draining:
                     return  # the page finds the next server
+                await kept.look(live)
                 if await live.wait(seen, LOOK):
                     break
                 if reading := live.reading():
@@ -197,7 +196,7 @@ async def state(service: Service, request: Request) -> ASGIApp:
             "back": await asyncio.to_thread(back, service, live.conversation, answer),
             "reuse": asdict(await asyncio.to_thread(engine.explain, held, salt)),
             "usage": answer.usage,
-            "session": session_name(id_of(live), answer.id),
+            "session": session_name(live.conversation.id, answer.id),
             "prefixes": [asdict(one) for one in shown],
             "prefixes_left_out": len(kept) - len(shown),
         }
@@ -256,7 +255,7 @@ async def upload(service: Service, request: Request) -> ASGIApp:
     live = await kept.create(title, {"system": system} if system else {}, nodes)
     if nodes and nodes[-1].role == "assistant":
         await kept.hold(live.conversation, nodes[-1])
-    return json_response({"id": id_of(live)}, 201)
+    return json_response({"id": live.conversation.id}, 201)
 
 
 def nodes_of(session: Session) -> tuple[list[MessageNode], str]:
@@ -299,12 +298,7 @@ def place(told: Any, length: int, most: int) -> tuple[int, int, int | None]:
 
 
 async def opened(request: Request) -> Live:
-    return await keeper(request).open(caller().stored(request.path_params["id"]))
-
-
-def id_of(live: Live) -> str:
-    """The id of the caller's conversation, as pages know it."""
-    return caller().shown(live.conversation.id) or live.conversation.id
+    return await keeper(request).open(request.path_params["id"])
 
 
 async def found(request: Request) -> tuple[Live, MessageNode]:

@@ -1,89 +1,195 @@
-"""Conversations in one SQLite file, a row for each message, so that they survive reload and restart."""
+"""The page's conversations as records: of the engine's store, so that each of its servers has them, or of a file.
+
+A record is a conversation with its messages, without their tokens. The tokens of a message are a value, which changes
+while an answer is written; one that is lost costs computing, not a message.
+"""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from threading import Lock
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from time import time
 from typing import Any
 
-from lmstate.serve.conversations.tree import Conversation, MessageNode
-from lmstate.serve.wire.database import open_database
+from msgspec import convert
 
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS conversations (
-    id TEXT PRIMARY KEY, model TEXT, title TEXT, updated REAL, settings TEXT
-);
-CREATE TABLE IF NOT EXISTS nodes (
-    conversation TEXT, id TEXT, text TEXT, body TEXT, PRIMARY KEY (conversation, id)
-);
-"""
+from lmstate.engine.tiers.record_store import StoredRecord, joined, parted
+from lmstate.serve.conversations.tree import Conversation, MessageNode
+from lmstate.serve.wire.owned_records import ATTEMPTS, STORE_ERRORS, OwnedRecords
+
+ALIVE_SECONDS = 10.0  # after which an answer that another server writes, and was not stored again, counts as stopped
+STILL_SECONDS = 3.0  # between two times that an answer is stored while it is written, at most
+
+
+@dataclass(frozen=True)
+class PageRecord:
+    """The data of a record. Messages come after those that they answer."""
+
+    title: str
+    updated: float
+    settings: dict[str, Any]
+    nodes: list[MessageNode]
+
+
+@dataclass(frozen=True)
+class StoredMessage:
+    """The data of a value."""
+
+    node: MessageNode
+    stored_at: float
+
+
+class ConversationMoved(Exception):
+    """Another server deleted a conversation, or began a message of it once more: nothing was stored."""
 
 
 class ConversationStore:
-    """Conversations of one model, in `folder` or in memory. Others are not seen: tokens mean nothing to another model.
+    """Conversations of the caller and of one model: tokens mean nothing to another model. Thread-safe."""
 
-    Thread-safe.
-    """
-
-    def __init__(self, folder: Path | None, model: str) -> None:
-        self._model = model
-        self._lock = Lock()
-        self._connection = open_database(folder, "conversations.sqlite", SCHEMA)
+    def __init__(self, records: OwnedRecords, model: str) -> None:
+        self._records = records
+        self._kind, self._values = f"page conversations of {model}", f"page messages of {model}"
+        self._told: dict[str, tuple[int, str, float]] = {}  # (generation, title, updated), by ids
 
     def list(self, search: str = "") -> list[dict[str, Any]]:
         """Id, title and time of those that have every word of `search` in the title or a message; latest first."""
-        query = "SELECT id, title, updated FROM conversations AS c WHERE model = ?"
-        values: list[Any] = [self._model]
-        for word in search.split()[:8]:
-            like = "%" + word.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
-            query += (
-                " AND (title LIKE ? ESCAPE '\\' OR EXISTS"
-                " (SELECT 1 FROM nodes WHERE conversation = c.id AND text LIKE ? ESCAPE '\\'))"
-            )
-            values += [like, like]
-        with self._lock:
-            rows = self._connection.execute(query + " ORDER BY updated DESC", values).fetchall()
-        return [{"id": id, "title": title, "updated": updated} for id, title, updated in rows]
+        words = [word.casefold() for word in search.split()[:8]]
+        found = []
+        for id in self._records.names(self._kind):
+            if not words and id in self._told and self._told[id][0] == self.generation(id):
+                found.append((id, *self._told[id][1:]))
+            elif (one := _opened(id, self._records.read(self._kind, id))) is not None:
+                self._told[id] = one.generation, one.title, one.updated
+                texts = [one.title.casefold(), *(node.text.casefold() for node in one.nodes.values())]
+                if all(any(word in text for text in texts) for word in words):
+                    found.append((id, one.title, one.updated))
+        found.sort(key=lambda one: one[2], reverse=True)
+        return [{"id": id, "title": title, "updated": updated} for id, title, updated in found]
 
-    def get(self, id: str) -> Conversation | None:
-        with self._lock:
-            row = self._connection.execute(
-                "SELECT title, updated, settings FROM conversations WHERE id = ? AND model = ?", (id, self._model)
-            ).fetchone()
-            bodies = self._connection.execute(
-                "SELECT body FROM nodes WHERE conversation = ? ORDER BY rowid", (id,)
-            ).fetchall()
-        if row is None:
+    def generation(self, id: str) -> int:
+        """The generation of a conversation's record; 0 if there is none."""
+        return self._records.read_generation(self._kind, id) or 0
+
+    def get(self, id: str, known: Conversation | None = None) -> Conversation | None:
+        """A conversation; of one that is `known`, the messages that changed are read."""
+        found = _opened(id, self._records.read(self._kind, id))
+        if found is None:
             return None
-        nodes = [MessageNode(**json.loads(body)) for (body,) in bodies]
-        for node in nodes:
-            if node.status == "running":  # the server ended before the answer did
-                node.status = "stopped"
-        return Conversation(id, row[0], row[1], json.loads(row[2]), {node.id: node for node in nodes})
+        mine, lost = {} if known is None else known.nodes, set[str]()
+        for node in found.nodes.values():
+            if (same := mine.get(node.id)) is not None and same.is_like(node):
+                found.nodes[node.id] = same
+                continue
+            whole = self._whole(id, node)
+            above = found.answer_before(node)
+            if whole is None or (whole.base and above is not None and above.id in lost):
+                lost.add(node.id)
+                status = "stopped" if node.status == "running" else node.status
+                whole = replace(node, status=status, base=0, start=0, added=[], end=None)
+            found.nodes[node.id] = whole
+        return found
 
-    def put(self, conversation: Conversation, *nodes: MessageNode) -> None:
-        """Write a conversation's own row and these of its messages."""
-        settings = json.dumps(conversation.settings)
-        head = (conversation.id, self._model, conversation.title, conversation.updated, settings)
-        rows = [(conversation.id, node.id, node.text, json.dumps(node.to_dict())) for node in nodes]
-        with self._lock, self._connection as connection:
-            connection.execute(
-                "INSERT INTO conversations VALUES (?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE"
-                " SET title = excluded.title, updated = excluded.updated, settings = excluded.settings",
-                head,
+    def put(
+        self, conversation: Conversation, *nodes: MessageNode, title: str | None = None, settings: Any = None
+    ) -> int:
+        """Store these messages, the title and the settings, and keep all others. Returns the record's generation.
+
+        Raises `ConversationMoved`.
+        """
+        id = conversation.id
+        self.put_messages(id, *nodes)
+        for _ in range(ATTEMPTS):
+            there = self._records.read(self._kind, id)
+            before = _opened(id, there)
+            if before is None:
+                if conversation.generation or there is not None:
+                    raise ConversationMoved
+                before = replace(conversation, nodes={})
+            after = replace(
+                before,
+                title=before.title if title is None else title,
+                settings=before.settings if settings is None else settings,
+                updated=max(before.updated, conversation.updated),
+                nodes=dict(before.nodes),
             )
-            connection.executemany(  # an update keeps the row's place: messages come back in the order they were made
-                "INSERT INTO nodes VALUES (?, ?, ?, ?) ON CONFLICT (conversation, id) DO UPDATE"
-                " SET text = excluded.text, body = excluded.body",
-                rows,
-            )
+            for node in nodes:
+                if (old := before.nodes.get(node.id)) is not None and not node.follows(old):
+                    raise ConversationMoved
+                after.nodes[node.id] = node.without_tokens()
+            generation = before.generation + 1
+            if self._records.commit(self._kind, id, _data(after), generation):
+                replaced = [before.nodes[node.id] for node in nodes if node.id in before.nodes]
+                names = {_name(id, node) for node in nodes}
+                self._remove({_name(id, old) for old in replaced} - names)
+                return generation
+        raise OSError(f"the conversation {id} in the store changes all the time")
+
+    def put_messages(self, id: str, *nodes: MessageNode) -> None:
+        """Store the tokens of messages that a record has, or gets."""
+        values = {
+            _name(id, node): json.dumps({"stored_at": time(), "node": node.to_dict()}).encode()
+            for node in nodes
+            if node.role == "assistant"
+        }
+        if values:
+            self._records.put_values(self._values, values)
 
     def delete(self, id: str) -> None:
-        with self._lock, self._connection as connection:
-            connection.execute("DELETE FROM conversations WHERE id = ?", (id,))
-            connection.execute("DELETE FROM nodes WHERE conversation = ?", (id,))
+        for _ in range(ATTEMPTS):
+            there = self._records.read(self._kind, id)
+            if there is None or there.deleted:
+                return
+            if self._records.commit(self._kind, id, b"", there.generation + 1):
+                found = _opened(id, there)
+                self._remove(set() if found is None else {_name(id, node) for node in found.nodes.values()})
+                self._told.pop(id, None)
+                return
+        raise OSError(f"the conversation {id} in the store changes all the time")
 
-    def close(self) -> None:
-        with self._lock:
-            self._connection.close()
+    def _remove(self, names: set[str]) -> None:
+        """Remove values that no record has any more; what stays behind if that fails is in nobody's way."""
+        if names:
+            with suppress(*STORE_ERRORS):
+                self._records.remove_values(self._values, names)
+
+    def _whole(self, id: str, node: MessageNode) -> MessageNode | None:
+        """A message of a record with its tokens; None if they are lost. One that no server writes any more stopped."""
+        if node.role != "assistant":
+            return node
+        try:
+            data = self._records.get_value(self._values, _name(id, node))
+            stored = convert(json.loads(data or b""), StoredMessage)
+        except (ValueError, RecursionError):
+            return None
+        if node.status != "running" and (stored.node.status, stored.node.text) != (node.status, node.text):
+            return None  # an older one was stored again
+        found = replace(stored.node, id=node.id, parent=node.parent, turn=node.turn, writer=node.writer)
+        alive = self._records.shared and abs(time() - stored.stored_at) < ALIVE_SECONDS
+        return replace(found, status="stopped") if found.status == "running" and not alive else found
+
+
+def _name(id: str, node: MessageNode) -> str:
+    """The name of a message's value: another one each time that it is begun."""
+    return f"{id}.{node.id}.{node.turn}.{node.writer}"
+
+
+def _data(conversation: Conversation) -> bytes:
+    nodes = [node.without_tokens().to_dict() for node in conversation.nodes.values()]
+    told = {"title": conversation.title, "updated": conversation.updated, "settings": conversation.settings}
+    return joined({**told, "nodes": nodes})
+
+
+def _opened(id: str, there: StoredRecord | None) -> Conversation | None:
+    """The conversation of a record, without tokens; None if it was deleted, or is something else."""
+    if there is None or not there.data:
+        return None
+    try:
+        told = convert(parted(there.data)[0], PageRecord)
+    except (ValueError, RecursionError):
+        return None
+    nodes: dict[str, MessageNode] = {}
+    for node in told.nodes:
+        if node.parent is None or node.parent in nodes:
+            nodes[node.id] = node
+    return Conversation(id, told.title, told.updated, told.settings, nodes, there.generation)

@@ -33,6 +33,8 @@ class MessageNode:
     end: int | None = None
     logprobs: list[tuple[float, list[Alternative]]] = field(default_factory=list)
     usage: dict[str, Any] = field(default_factory=dict)
+    turn: int = 0  # how often it was begun before: an answer that was stopped is gone on with
+    writer: str = ""  # the server that began it
 
     def copy(self) -> MessageNode:
         """This message as it is now, for a thread to which the lists of an answer must not grow."""
@@ -40,6 +42,18 @@ class MessageNode:
 
     def to_dict(self) -> dict[str, Any]:
         return dict(vars(self))
+
+    def without_tokens(self) -> MessageNode:
+        return replace(self, added=[], logprobs=[])
+
+    def is_like(self, stored: MessageNode) -> bool:
+        """Whether a record has this message as it is here, and no server writes it."""
+        here, there = ((one.turn, one.writer, one.status, one.text) for one in (self, stored))
+        return here == there and self.status != "running"
+
+    def follows(self, stored: MessageNode) -> bool:
+        """Whether this message may be stored in place of another one: no other server has begun it meanwhile."""
+        return self.turn == stored.turn + 1 or (self.turn, self.writer) == (stored.turn, stored.writer)
 
 
 @dataclass
@@ -51,6 +65,7 @@ class Conversation:
     updated: float
     settings: dict[str, Any] = field(default_factory=dict)
     nodes: dict[str, MessageNode] = field(default_factory=dict)
+    generation: int = 0  # of its record, as far as it is known here
 
     def path(self, node: MessageNode | None) -> list[MessageNode]:
         """The messages from the first to this one."""

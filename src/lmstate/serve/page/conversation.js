@@ -10,6 +10,7 @@ export class Conversation {
     this.other = null; // the last message of the branch beside it
     this.awaited = {}; // messages that were made and are not told of yet, to be shown as `leaf` or `other`
     this.below = new Map(); // messages by the id of their parent
+    this.adopted = 0; // records of other servers that this one has taken in the place of its own
     this.shape = 0; // changes with the tree, not with the texts in it
   }
 
@@ -21,6 +22,7 @@ export class Conversation {
   apply(event) {
     this.title = event.title;
     this.settings = event.settings;
+    this.adopted = event.adopted;
     if (event.whole) {
       this.nodes.clear();
       this.below.clear();

@@ -7,7 +7,7 @@ import { Pane } from "./messages.js";
 import { keepSettings, settingsPanel, statePanel, tokensPanel, treePanel } from "./panels.js";
 import { showList, walk } from "./side.js";
 
-let conversation = null, unfollow = () => {}, about = null, panel = null, asked = 0, due = false, wasRunning = null, mapped = "";
+let conversation = null, unfollow = () => {}, about = null, panel = null, asked = 0, due = false, wasRunning = null, mapped = "", fading = 0;
 const text = byId("text");
 
 const actions = {
@@ -31,7 +31,7 @@ function show(id) {
   conversation = id ? new Conversation(id) : null;
   if (location.hash.slice(1) !== (id ?? "")) history.pushState(null, "", id ? `#${id}` : location.pathname);
   problem("");
-  byId("connection").hidden = true;
+  byId("connection").hidden = byId("adopted").hidden = true;
   text.value = localStorage.getItem(`draft:${id ?? ""}`) ?? "";
   fit();
   closeSide();
@@ -42,8 +42,9 @@ function show(id) {
 }
 
 function told(event) {
-  const first = event.whole, title = conversation.title;
+  const first = event.whole, { title, adopted } = conversation;
   conversation.apply(event);
+  if (!first && conversation.adopted > adopted) changedElsewhere();
   if (conversation.title !== title) list();
   later();
   if (first) requestAnimationFrame(() => panes[0].toEnd());
@@ -59,6 +60,14 @@ function connection(up) {
   if (up && !line.hidden) announce("The connection is back.");
   hide(line, up);
   showText(line, up ? "" : "The connection is lost. Trying again… what you write stays here.");
+}
+
+function changedElsewhere() {
+  const line = byId("adopted");
+  hide(line, false);
+  showText(line, "Another server changed this conversation. This is its newest state.");
+  clearTimeout(fading);
+  fading = setTimeout(() => hide(line, true), 8000);
 }
 
 function goTo(id) {

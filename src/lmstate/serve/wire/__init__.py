@@ -1,1 +1,1 @@
-"""The wire format: errors, fields, streams, ids, metrics and database files."""
+"""The wire format: errors, fields, streams, ids, metrics, and records with their owners."""

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from lmstate.engine.results import StoreUnreachable
+from lmstate.engine.tiers.folder import RECORDS
 from lmstate.engine.tiers.record_store import RecordStore, StoredRecord
+from lmstate.engine.tiers.seal import store_key
+from lmstate.engine.tiers.sqlite_records import SqliteRecords
 from lmstate.serve.wire.tenants import caller
+
+if TYPE_CHECKING:
+    from lmstate.engine import Engine
+
+# What storing raises: of SQLite, of the disk, and what the engine makes of other stores' errors.
+STORE_ERRORS = (sqlite3.Error, OSError, StoreUnreachable)
+ATTEMPTS = 10  # to commit a record that other processes change too
 
 
 class OwnedRecords:
     """A `RecordStore` in which the caller's names are kept in their stored forms."""
 
-    def __init__(self, records: RecordStore) -> None:
-        self._records = records
+    def __init__(self, records: RecordStore, *, shared: bool) -> None:
+        """`shared`: other servers may use the same store."""
+        self._records, self.shared = records, shared
+
+    @staticmethod
+    def open(engine: Engine, folder: Path | None) -> OwnedRecords:
+        """In the engine's store, so that all its servers have them; without one in a folder, or in memory."""
+        records = engine.stored_records()
+        if records is not None:
+            return OwnedRecords(records, shared=True)
+        return OwnedRecords(SqliteRecords(None if folder is None else folder / RECORDS, store_key()), shared=False)
 
     def read(self, kind: str, name: str) -> StoredRecord | None:
         return self._records.read(kind, caller().stored(name))

@@ -8,8 +8,8 @@ from time import time
 from typing import Any
 
 from lmstate.engine.tiers.record_store import RecordStore, joined, parted
-from lmstate.serve.openai.responses.store import ATTEMPTS
 from lmstate.serve.wire.ids import new_id
+from lmstate.serve.wire.owned_records import ATTEMPTS
 from lmstate.serve.wire.tenants import as_owner
 
 CONVERSATIONS, ITEMS = "conversations", "items of conversations"  # kinds: a value of the second is an id of the first

@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 from time import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.requests import Request
 
-from lmstate.engine.tiers.folder import RECORDS
-from lmstate.engine.tiers.seal import store_key
-from lmstate.engine.tiers.sqlite_records import SqliteRecords
 from lmstate.serve.openai.responses.background import BackgroundResponses
 from lmstate.serve.openai.responses.conversation_store import ResponseConversations
 from lmstate.serve.openai.responses.store import ALIVE_SECONDS, ResponseStore, StoredResponse
 from lmstate.serve.settings import Settings
 from lmstate.serve.wire.owned_records import OwnedRecords
 
-if TYPE_CHECKING:
-    from lmstate.engine import Engine
-
 
 class KeptResponses:
     """The stores of one server, and its background responses."""
 
-    def __init__(self, engine: Engine, settings: Settings) -> None:
-        """In the engine's store, so that all its processes have them; without one, in the server's folder or memory."""
-        records = engine.stored_records()
-        self._shared = records is not None
-        if records is None:
-            folder = settings.folder
-            records = SqliteRecords(None if folder is None else folder / RECORDS, store_key())
-        self.records = OwnedRecords(records)
-        self.responses = ResponseStore(self.records, settings.stored_responses)
-        self.conversations = ResponseConversations(self.records, settings.stored_responses)
+    def __init__(self, records: OwnedRecords, settings: Settings) -> None:
+        self._shared = records.shared
+        self.responses = ResponseStore(records, settings.stored_responses)
+        self.conversations = ResponseConversations(records, settings.stored_responses)
         self.background = BackgroundResponses()
 
     def find_item(self, id: str) -> dict[str, Any] | None:
@@ -45,9 +33,8 @@ class KeptResponses:
         return self._shared and recent and not stored.ended and self.background.running(stored.id) is None
 
     async def close(self) -> None:
-        """Wait for the background responses, whose requests were cancelled before, and close the stores."""
+        """Wait for the background responses, whose requests were cancelled before."""
         await self.background.close()
-        self.records.close()
 
 
 def kept_responses(request: Request) -> KeptResponses:

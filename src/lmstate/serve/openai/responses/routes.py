@@ -27,7 +27,7 @@ from lmstate.serve.openai.responses.conversation_store import StoredConversation
 from lmstate.serve.openai.responses.conversations import conversation_named
 from lmstate.serve.openai.responses.kept import KeptResponses, kept_responses
 from lmstate.serve.openai.responses.output import Output
-from lmstate.serve.openai.responses.store import STORE_ERRORS, StoredResponse
+from lmstate.serve.openai.responses.store import StoredResponse
 from lmstate.serve.openai.responses.stored import followed
 from lmstate.serve.openai.tools import KINDS, NAMESPACE, read_tool_use
 from lmstate.serve.tools import Text
@@ -35,6 +35,7 @@ from lmstate.serve.tools.base import tool_named
 from lmstate.serve.wire.body import wrong
 from lmstate.serve.wire.errors import ApiError, as_api_error
 from lmstate.serve.wire.ids import new_id
+from lmstate.serve.wire.owned_records import STORE_ERRORS
 from lmstate.serve.wire.schema.responses import ResponseBody, TextOptions
 from lmstate.serve.wire.sse import EventStream, comment
 from lmstate.text.replay import Sampled

@@ -7,23 +7,19 @@ allowed.
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from time import time
 from typing import Any
 
 from lmstate.engine.prefix.digests import packed, unpacked
-from lmstate.engine.results import StoreUnreachable
 from lmstate.engine.tiers.record_store import RecordStore, joined, parted
 from lmstate.errors import SnapshotError
 from lmstate.serve.answer.messages import Call, Message
+from lmstate.serve.wire.owned_records import ATTEMPTS
 from lmstate.serve.wire.tenants import as_owner
 
 RESPONSES, ITEMS = "responses", "items of responses"  # kinds: a value of the second is the id of a response
-# What storing raises: of SQLite, of the disk, and what the engine makes of other stores' errors.
-STORE_ERRORS = (sqlite3.Error, OSError, StoreUnreachable)
-ATTEMPTS = 10  # to commit a record that other processes change too
 ALIVE_SECONDS = 60.0  # after which one that is made elsewhere, and was not stored again, counts as lost
 
 
