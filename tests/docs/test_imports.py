@@ -52,7 +52,9 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "lmstate.cluster": [
         {"key"},
-        {"placement"},
+        {"placement", "handle"},
+        {"moving"},
+        {"front"},
     ],
     "lmstate.state": [
         {"blocks", "changes", "gradients", "inference_mode", "validate"},

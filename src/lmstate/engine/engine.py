@@ -125,9 +125,9 @@ class Engine:
         self._kv = kv
         # A function has no name that holds in another process; what it gives for each layer has.
         policies = policies_of(kv, len(model.blocks)) if callable(kv) and not isinstance(kv, Policy) else kv
-        namespace = f"{model.fingerprint} dtype={model.dtype} kv={policies!r}"
+        self.namespace = f"{model.fingerprint} dtype={model.dtype} kv={policies!r}"  # of what can be gone on from
         if store is not None and not isinstance(store, Tier):
-            store = open_tier(store, namespace, store_bytes)
+            store = open_tier(store, self.namespace, store_bytes)
         if store is not None:
             store.most_read = memory
         self._tier: Tier | None = store

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from threading import Condition, Event
-from typing import Any
+from threading import Condition, Event, Lock
+from typing import Any, TypeAlias
 
 from lmstate.engine.delivery import Delivery, Waiter
 from lmstate.engine.results import Completion, Piece
 from lmstate.errors import UnsupportedError
 from lmstate.generation.thinking import ThinkingFormat
+
+Reader: TypeAlias = "Callable[[list[Piece], Completion | BaseException | None], None]"
 
 
 class Request:
@@ -42,6 +44,8 @@ class Request:
         self._error: BaseException | None = None
         self._waiters: list[tuple[Waiter, bool]] = []  # and whether it waits for the end alone
         self._callbacks: list[Callable[[Request], None]] = []
+        self._reader: Reader | None = None  # who follows it, one call at a time
+        self._followed, self._following = 0, Lock()
 
     # ---- for the sender
 
@@ -135,7 +139,8 @@ class Request:
             self._changed.notify_all()
             told = [waiter for waiter, only_end in self._waiters if self.done or not only_end]
             self._waiters = [entry for entry in self._waiters if not self.done and entry[1]]
-            return told
+        self._tell_reader()
+        return told
 
     def finish(self, outcome: Completion | BaseException, delivery: Delivery | None = None) -> None:
         """End it. `delivery`: one of another thread's own, where it is not the engine's thread that calls."""
@@ -165,7 +170,30 @@ class Request:
                 return
         callback(self)
 
+    def follow(self, reader: Reader) -> None:
+        """Call `reader(pieces, outcome)` at each delivery, on the thread that delivers; it must not wait.
+
+        pieces   those since the last call
+        outcome  what `result` returns or raises, in the last call; None before
+        """
+        self._reader = reader
+        self._tell_reader()
+
     # ---- the parts of it
+
+    def _tell_reader(self) -> None:
+        with self._following:
+            if (reader := self._reader) is None:
+                return
+            outcome = self._completion if self._error is None else self._error
+            pieces = self._pieces[self._followed :]  # all of them if there is an outcome
+            self._followed += len(pieces)
+            if outcome is not None:
+                self._reader = None
+            try:
+                reader(pieces, outcome)
+            except Exception:  # of the reader: the engine goes on
+                logging.getLogger(__name__).exception("what follows a request failed")
 
     def _outcome(self) -> Completion:
         if self._error is not None:

@@ -1,0 +1,228 @@
+"""Many replicas as one engine: each request goes where its state is, and goes on elsewhere when its replica ends."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from threading import Lock
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import torch
+
+from lmstate.cluster.handle import Errand, Listener, ReplicaHandle, ReplicaLost, Work
+from lmstate.cluster.key import RouteKey, route_key
+from lmstate.cluster.moving import MovingRequest
+from lmstate.cluster.placement import Placement, ReplicaView, RouteCosts
+from lmstate.engine.options import are_messages, check_length, prompt_ids
+from lmstate.engine.request import Request
+from lmstate.engine.results import EngineClosed, Load, QueueFull
+from lmstate.engine.session import check_name
+from lmstate.generation.params import SamplingParams, sampling_params
+from lmstate.generation.thinking import ThinkingFormat
+from lmstate.text.replay import Replay
+
+if TYPE_CHECKING:
+    from lmstate.models.model import Model
+
+MOVERS = 4  # threads on which requests move
+SESSIONS = 100_000  # whose lengths are remembered
+
+
+class Front:
+    """Engines behind one `submit`. Close it, or use `with`: it closes its replicas.
+
+    replicas  of one namespace: the same weights, data type and KV policy, and one shared store if there are sessions
+    model     for its tokenizer and its limits; nothing is computed with it
+    costs     seconds of reading and fetching, by which replicas are chosen
+    """
+
+    def __init__(self, replicas: Sequence[ReplicaHandle], model: Model, *, costs: RouteCosts | None = None) -> None:
+        if not replicas:
+            raise ValueError("a Front was asked for without replicas; give one or more")
+        self.model = model
+        self.namespace = replicas[0].namespace
+        self._replay = Replay()
+        self._placement = Placement(costs)
+        self._replicas: dict[str, ReplicaHandle] = {}
+        self._draining: set[str] = set()
+        self._lengths: OrderedDict[str, int] = OrderedDict()  # tokens of sessions
+        self._lock = Lock()
+        self._movers = ThreadPoolExecutor(MOVERS, "lmstate-moves")
+        self._closed = False
+        self.moved = self.lost = 0  # requests, replicas
+        for replica in replicas:
+            self.add(replica)
+
+    def add(self, replica: ReplicaHandle) -> None:
+        """Send requests to one more replica. Raises ValueError for one of another namespace, or of an id that is."""
+        if replica.namespace != self.namespace:
+            raise ValueError(
+                f"replica {replica.id} is of {replica.namespace!r}, this front of {self.namespace!r}: states of one "
+                "mean nothing to the other; make a front for each"
+            )
+        with self._lock:
+            if replica.id in self._replicas:
+                raise ValueError(f"there is a replica {replica.id!r} already; ids differ, also after a restart")
+            self._replicas[replica.id] = replica
+
+    def submit(
+        self,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        session: str | None = None,
+        itl: float | None = None,
+        idempotency_key: str | None = None,
+        **changes: Any,
+    ) -> Request:
+        """`Engine.submit` at the replica that is estimated to answer soonest.
+
+        A session is given by its name. Its turns get an idempotency key if they have none, so that a turn whose replica
+        ends is in the record once; as with every key, one that is cancelled is not kept.
+        """
+        params = sampling_params(params, changes)
+        params.check(self.model)
+        if params.seed is None and not params.greedy:  # another replica draws the same numbers
+            params = replace(params, seed=int(torch.randint(2**62, ())))
+        ids: list[int] = []
+        if session is None:
+            if idempotency_key is not None:
+                raise ValueError("an idempotency_key was given; it is for turns of a session")
+            ids = prompt_ids(self.model, prompt, self._replay)
+            check_length(self.model, ids)
+            key, told = route_key(ids), ids
+        else:
+            check_name(session)
+            idempotency_key = idempotency_key or uuid4().hex
+            told = [dict(message) for message in prompt] if are_messages(prompt) else prompt  # type: ignore[assignment]
+            key = route_key([], session=session)
+            key = replace(key, tokens=self._lengths.get(session, 0) + len(prompt))
+        work = Work(told, params, priority, deadline, itl, session, idempotency_key)
+        request = MovingRequest(work, ids, partial(self._send, key), self._movers.submit, self._thinking_format)
+        if session is not None:
+            request.when_done(partial(self._measure, session))
+        request.start()
+        return request
+
+    def _send(self, key: RouteKey, work: Work, answered: list[list[int]], listener: Listener) -> Errand:
+        """Give a request to the best replica that takes it."""
+        refused: Exception | None = None
+        with self._lock:
+            self.refuse_closed()
+            self._observe()
+            order = self._placement.choose(key, self.namespace)
+            replicas = [self._replicas[id] for id in order]
+            self.moved += bool(answered)
+        for replica in replicas:
+            try:
+                errand = replica.submit(work, answered, listener)
+            except (QueueFull, EngineClosed, ReplicaLost) as error:
+                refused = error
+                continue
+            with self._lock:
+                self._placement.sent(key, replica.id)
+            return errand
+        raise refused or EngineClosed("no replica takes requests now: all are lost or are being drained")
+
+    def _observe(self) -> None:
+        views = []
+        for id, replica in list(self._replicas.items()):
+            try:
+                load = replica.load()
+            except (ReplicaLost, EngineClosed):
+                del self._replicas[id]
+                self.lost += 1
+                continue
+            unread = self._placement.costs.read * load.unread
+            wait = unread if load.first_token is None else load.first_token
+            takes = id not in self._draining
+            views.append(
+                ReplicaView(id, replica.rank, replica.namespace, wait, load.answering, load.free_tokens, takes)
+            )
+        self._placement.observe(views)
+
+    def _measure(self, session: str, request: Request) -> None:
+        with self._lock:
+            self._lengths[session] = len(request.prompt) + request.generated
+            self._lengths.move_to_end(session)
+            if len(self._lengths) > SESSIONS:
+                self._lengths.popitem(last=False)
+
+    def _thinking_format(self) -> ThinkingFormat:
+        return ThinkingFormat.of(self.model.tokenizer)
+
+    # ---- looking in
+
+    @property
+    def replicas(self) -> list[ReplicaHandle]:
+        """Those that are there, drained ones too."""
+        with self._lock:
+            return list(self._replicas.values())
+
+    @property
+    def rows(self) -> int:
+        """Sequences that all replicas work on at a time."""
+        return sum(replica.rows for replica in self.replicas)
+
+    def load(self) -> Load:
+        """The work of all replicas together; the seconds are those of the one that is free first."""
+        loads = [replica.load() for replica in self.replicas]
+        first = [load.first_token for load in loads if load.first_token is not None]
+        return Load(
+            sum(load.waiting for load in loads),
+            sum(load.reading for load in loads),
+            sum(load.answering for load in loads),
+            sum(load.unread for load in loads),
+            sum(load.free_tokens for load in loads),
+            min(first, default=None),
+        )
+
+    def stats(self) -> dict[str, float]:
+        """Counters of all replicas added up, and of the front."""
+        replicas = self.replicas
+        found: dict[str, float] = {"replicas": len(replicas), "replicas_lost": self.lost, "moves": self.moved}
+        for replica in replicas:
+            for name, number in replica.stats().items():
+                found[name] = found.get(name, 0) + number
+        return found
+
+    def drain_replica(self, id: str, seconds: float = 0.0) -> bool:
+        """Send it no more requests, and have its running ones end within `seconds` or go on elsewhere.
+
+        Returns whether its store took all that was computed. The replica stays open. Raises ValueError for an unknown
+        id.
+        """
+        with self._lock:
+            if (replica := self._replicas.get(id)) is None:
+                raise ValueError(f"unknown replica {id!r}; expected one of {sorted(self._replicas)}")
+            self._draining.add(id)
+        return replica.drain(seconds)
+
+    def close(self) -> None:
+        """Close all replicas. Harmless if it was closed."""
+        with self._lock:
+            self._closed = True
+            replicas, self._replicas = list(self._replicas.values()), {}
+        for replica in replicas:
+            replica.close()
+        self._movers.shutdown()
+
+    def refuse_closed(self) -> None:
+        """Raise EngineClosed if it was closed."""
+        if self._closed:
+            raise EngineClosed("the front was closed: make another one")
+
+    def __enter__(self) -> Front:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

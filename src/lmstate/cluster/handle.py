@@ -1,0 +1,160 @@
+"""A replica as the front sees it: requests go in as values, and lists of pieces come out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, Protocol
+
+from lmstate.engine.engine import Engine
+from lmstate.engine.request import Request
+from lmstate.engine.results import Completion, EngineError, Load, Piece
+from lmstate.generation.params import SamplingParams
+
+
+class ReplicaLost(EngineError):
+    """A replica ended, or does not answer: nobody knows what else it did."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A request, whole: it can be given to any replica of the same namespace."""
+
+    prompt: str | list[int] | list[dict[str, Any]]
+    params: SamplingParams  # with a seed, if tokens are drawn
+    priority: int = 0
+    deadline: float | None = None
+    itl: float | None = None
+    session: str | None = None  # whose turn it is; `prompt` is then appended to it
+    key: str | None = None  # of the session's turn
+
+
+@dataclass(frozen=True)
+class Told:
+    """News of a request: pieces since the last news, how much of its prompt is done, and its outcome once it ended."""
+
+    pieces: list[Piece]
+    computed: int
+    reused: int | None  # None before its prompt is begun
+    outcome: Completion | BaseException | None = None
+
+
+Listener = Callable[[Told], None]
+"""Called for each news of a request, one at a time and in their order, on any thread. It must not wait."""
+
+
+class Errand(Protocol):
+    """A request at a replica."""
+
+    prompt: list[int]  # all of it, what a session has before it too
+
+    def cancel(self) -> None: ...
+
+    def end_thinking(self) -> None: ...
+
+
+class ReplicaHandle(Protocol):
+    """A replica. Its methods are for any thread; `submit` and `load` raise `ReplicaLost` once it is gone."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def namespace(self) -> str: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    def submit(self, work: Work, answered: list[list[int]], listener: Listener) -> Errand:
+        """Queue a request that began with `answered` elsewhere. Raises what `Engine.submit` does."""
+        ...
+
+    def load(self) -> Load: ...
+
+    def resident(self) -> list[str]: ...
+
+    def stats(self) -> dict[str, float]: ...
+
+    def drain(self, seconds: float) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class LocalReplica:
+    """An engine of this process as a replica."""
+
+    def __init__(self, engine: Engine, rank: int, id: str | None = None) -> None:
+        self.engine, self.rank = engine, rank
+        self.id = id or f"local-{rank}"
+        self.rows = engine.rows
+        self._lost = False
+        self._lock = Lock()
+        self._listeners: dict[Listener, None] = {}
+
+    @property
+    def namespace(self) -> str:
+        return self.engine.namespace
+
+    def submit(self, work: Work, answered: list[list[int]], listener: Listener) -> Request:
+        self._refuse_lost()
+        request = self.engine.submit(
+            work.prompt,
+            work.params,
+            priority=work.priority,
+            deadline=work.deadline,
+            itl=work.itl,
+            session=work.session,
+            idempotency_key=work.key,
+            answered=answered,
+        )
+        with self._lock:
+            if not self._lost:
+                self._listeners[listener] = None
+        self._refuse_lost()
+
+        def news(pieces: list[Piece], outcome: Completion | BaseException | None) -> None:
+            with self._lock:  # nothing is told of one that is lost but that it is
+                if self._lost:
+                    return
+            listener(Told(pieces, request.computed, request.reused, outcome))
+            if outcome is not None:
+                with self._lock:
+                    self._listeners.pop(listener, None)
+
+        request.follow(news)
+        return request
+
+    def load(self) -> Load:
+        self._refuse_lost()
+        return self.engine.load()
+
+    def resident(self) -> list[str]:
+        self._refuse_lost()
+        return self.engine.resident()
+
+    def stats(self) -> dict[str, float]:
+        self._refuse_lost()
+        return self.engine.stats()
+
+    def drain(self, seconds: float) -> bool:
+        return self.engine.drain(seconds)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def lose(self) -> None:
+        """Have it end as a process does that is killed: from now on nothing is heard of it."""
+        with self._lock:
+            self._lost = True
+            listeners, self._listeners = list(self._listeners), {}
+        for listener in listeners:
+            listener(Told([], 0, None, ReplicaLost(f"replica {self.id} was lost")))
+
+    def _refuse_lost(self) -> None:
+        if self._lost:
+            raise ReplicaLost(f"replica {self.id} was lost")
+        self.engine.refuse_closed()
