@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from threading import Lock
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
 import torch
@@ -92,6 +92,7 @@ class Front:
         if params.seed is None and not params.greedy:  # another replica draws the same numbers
             params = replace(params, seed=int(torch.randint(2**62, ())))
         ids: list[int] = []
+        told: str | list[int] | list[dict[str, Any]]
         if session is None:
             if idempotency_key is not None:
                 raise ValueError("an idempotency_key was given; it is for turns of a session")
@@ -101,7 +102,7 @@ class Front:
         else:
             check_name(session)
             idempotency_key = idempotency_key or uuid4().hex
-            told = [dict(message) for message in prompt] if are_messages(prompt) else prompt  # type: ignore[assignment]
+            told = [dict(message) for message in prompt] if are_messages(prompt) else cast("str | list[int]", prompt)
             key = route_key([], session=session)
             key = replace(key, tokens=self._lengths.get(session, 0) + len(prompt))
         work = Work(told, params, priority, deadline, itl, session, idempotency_key)

@@ -85,8 +85,10 @@ class MovingRequest(Request):
             elif not isinstance(told.outcome, Drained | ReplicaLost):
                 self._finish(told.outcome)
             elif self.moves == MOST_MOVES:
-                error = EngineError(f"the answer moved {self.moves} times, and its replica ended again: {told.outcome}")
-                self._finish(error)
+                gave_up = EngineError(
+                    f"the answer moved {self.moves} times, and its replica ended again: {told.outcome}"
+                )
+                self._finish(gave_up)
             else:
                 self._delivery.deliver()
                 self.moves += 1
