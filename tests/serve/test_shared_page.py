@@ -99,8 +99,11 @@ def test_an_answer_is_written_by_one_server_and_seen_on_the_other(
         assert there.post(again).status_code == 200
         wait_until(lambda: node(there, id, first["id"])["status"] == "length")
         monkeypatch.undo()
-    wait_until(lambda: not servers[0].server.service.running)
+    kept = servers[0].server.config.app.state.keeper  # type: ignore[union-attr]
+    wait_until(lambda: not any(live.tasks for live in kept._open.values()))
     assert told(here, id) == told(there, id)  # the one that came too late has changed nothing
+    own = kept.store._records.get_value(kept.store._values, f"{id}.{first['id']}.1.{kept.epoch}")
+    assert own is None  # and left nothing
 
 
 def test_a_store_that_is_away_refuses_a_turn_and_loses_none(

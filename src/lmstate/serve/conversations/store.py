@@ -7,6 +7,7 @@ while an answer is written; one that is lost costs computing, not a message.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import time
@@ -97,8 +98,17 @@ class ConversationStore:
 
         Raises `ConversationMoved`.
         """
+        self.put_messages(conversation.id, *nodes)
+        try:
+            return self._commit(conversation, nodes, title, settings)
+        except ConversationMoved:
+            self._remove({_name(conversation.id, node) for node in nodes})
+            raise
+
+    def _commit(
+        self, conversation: Conversation, nodes: Sequence[MessageNode], title: str | None, settings: Any
+    ) -> int:
         id = conversation.id
-        self.put_messages(id, *nodes)
         for _ in range(ATTEMPTS):
             there = self._records.read(self._kind, id)
             before = _opened(id, there)
