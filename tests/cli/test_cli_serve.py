@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 import lmstate
 from lmstate.cli.app import app
-from lmstate.cli.serve import banner, served_name
+from lmstate.cli.serve import banner
+from lmstate.cli.served import served_name
 from lmstate.serve import Settings
 from tests.cli.test_cli_branches import talking
 
@@ -69,7 +70,7 @@ def test_a_store_that_cannot_be_opened_loads_nothing(
 
 
 def test_the_command_that_is_shown_has_the_key_that_is_needed() -> None:
-    with_keys, without = (banner(Settings("m", api_keys=keys), 8080, 8, 64) for keys in (("secret",), ()))
+    with_keys, without = (banner(Settings("m", api_keys=keys), 8080, "8 rows") for keys in (("secret",), ()))
     assert "curl http://127.0.0.1:8080/v1/chat/completions -H 'Authorization: Bearer YOUR_KEY' -d '{" in with_keys
     assert "curl http://127.0.0.1:8080/v1/chat/completions -d '{" in without
 

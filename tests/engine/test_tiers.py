@@ -17,7 +17,7 @@ import pytest
 import lmstate
 from lmstate.engine import StoreUnreachable
 from lmstate.engine.prefix.parts import Layers
-from lmstate.engine.tiers import Entry, SavedSession
+from lmstate.engine.tiers import Entry, SavedSession, open_records
 from lmstate.engine.tiers.folder import FolderTier
 from lmstate.engine.tiers.sqlite_records import SqliteRecords
 from lmstate.state.layers.block_store import BlockStore
@@ -63,6 +63,17 @@ def test_a_restart_finds_a_branch_that_ends_before_the_one_it_left(kind: str, tm
         check(model, [*branch, 5], got)
         assert got.usage.reused >= len(branch) - 1, "the last token of an answer was not computed"
         assert got.usage.reuse.tier == "folder"
+
+
+@pytest.mark.parametrize("store", ["{}", "file://{}"])
+def test_the_records_of_a_store_are_those_of_its_engines(store: str, tmp_path: Path) -> None:
+    store = store.format(tmp_path)
+    with closing(open_records(store)) as records, lmstate.Engine(ours("llama"), store=store) as engine:
+        theirs = engine.stored_records()
+        assert theirs is not None and theirs.commit("kind", "name", b"data", 1)
+        found = records.read("kind", "name")
+        assert found is not None and found.data == b"data"
+        assert not records.commit("kind", "name", b"late", 1)
 
 
 @pytest.mark.parametrize("kind", ["attention", "hybrid", "latent"])

@@ -57,13 +57,19 @@ class Running:
 @contextmanager
 def running(engine: Engine, settings: Settings) -> Iterator[Running]:
     """Runs until the end of the block; the engine stays open."""
-    server = make_server(engine, settings, close_engine=False)
+    with started(make_server(engine, settings, close_engine=False)) as server:
+        yield Running(server, engine, f"http://127.0.0.1:{server.port}")
+
+
+@contextmanager
+def started(server: Server) -> Iterator[Server]:
+    """Runs until the end of the block."""
     thread = Thread(target=server.run, daemon=True)
     thread.start()
     wait_until(lambda: server.started or not thread.is_alive())
     assert server.started, "the server did not start"
     try:
-        yield Running(server, engine, f"http://127.0.0.1:{server.port}")
+        yield server
     finally:
         server.should_exit = True
         thread.join(GUARD)
@@ -81,7 +87,9 @@ def standing_still(engine: Engine, tokens: int = 100) -> Iterator[None]:
 
     def held() -> None:
         if scheduler.counts["generated_tokens"] >= most:
-            wait_until(lambda: over.is_set() or any(job.request.cancelled for job in scheduler.all()))
+            wait_until(
+                lambda: over.is_set() or not (jobs := scheduler.all()) or any(job.request.cancelled for job in jobs)
+            )
         decode()
 
     scheduler._decode = held  # type: ignore[method-assign]

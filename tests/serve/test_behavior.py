@@ -29,7 +29,7 @@ from lmstate.engine import Engine
 from lmstate.serve import Settings, read_keys
 from lmstate.serve.answer import handlers as serve_http
 from lmstate.serve.wire import linger
-from lmstate.serve.wire.metrics import RENAMED, Metrics
+from lmstate.serve.wire.metrics import RENAMED, Metrics, together
 from tests.serve.running import Running, events, running, save_tiny, standing_still
 from tests.serve.test_many_connections import room
 from tests.waiting import GUARD, wait_until
@@ -618,7 +618,7 @@ def test_what_counts_from_the_start_is_a_counter(tiny_model: lmstate.Model, tmp_
         counts |= {f"prefixes_{name}": 0 for name in engine._reuse.prefixes.counts}
         counts |= {f"{tier.name}_{name}": 0 for name in tier.counts} | {"session_failures": 0}
         del counts["draft_seconds_saved"]  # which drafts that do not hold take back
-        text, stats = Metrics(engine, "m").text().decode(), engine.stats()
+        text, stats = together([Metrics(engine, "m")]).decode(), engine.stats()
     kinds = dict(re.findall(r"^# TYPE lmstate:(\S+) (\S+)$", text, re.MULTILINE))
     for key in stats:
         name = RENAMED.get(key, f"engine_{key}")

@@ -128,7 +128,7 @@ def test_an_answer_that_cannot_be_saved_says_so_and_is_saved_later(
     server: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(keeper, "FIRST_RETRY", 0.01)
-    store = server.server.config.app.state.keeper.store  # type: ignore[union-attr]
+    store = server.server.pool.models[0].attached.store  # type: ignore[union-attr]
     put, broken = store.put, [True]
 
     def failing(conversation: Any, *nodes: Any, **changes: Any) -> int:
@@ -154,7 +154,7 @@ def test_an_answer_that_could_not_be_saved_is_saved_at_the_end(
 ) -> None:
     with Engine(tiny_model) as engine:
         with running(engine, Settings("tiny", port=0, folder=tmp_path)) as server, server.client() as client:
-            store = server.server.config.app.state.keeper.store  # type: ignore[union-attr]
+            store = server.server.pool.models[0].attached.store  # type: ignore[union-attr]
             put = store.put
             id = create(client, max_tokens=4)
             with monkeypatch.context() as patch:

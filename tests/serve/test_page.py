@@ -235,7 +235,7 @@ def test_a_stopped_answer_keeps_its_text_and_changes_reach_who_watches(client: h
 def test_who_is_told_that_an_answer_ended_is_told_all_of_it(
     client: httpx.Client, tiny: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = tiny.server.config.app.state.keeper  # type: ignore[union-attr]
+    kept = tiny.server.pool.models[0].attached  # type: ignore[union-attr]
     id = create(client)
     live, blocks = kept._open[id], dict[int, str]()
 
@@ -257,7 +257,7 @@ def test_a_change_while_another_is_sent_is_told_next(tiny: Running) -> None:
     async def scene() -> list[str]:
         conversation = Conversation("c", "Title", 0.0, {}, {})
         live, seen = Live(conversation), list[str]()
-        stream = changes(tiny.server.config.app.state.keeper, live, 0)  # type: ignore[union-attr]
+        stream = changes(tiny.server.pool.models[0].attached, live, 0)  # type: ignore[union-attr]
         async for sent in stream:
             seen += [one["id"] for one in json.loads(sent[6:])["nodes"]]
             if (count := len(conversation.nodes)) < 2:  # the page has not taken the last event yet

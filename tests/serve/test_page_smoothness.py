@@ -80,7 +80,7 @@ async def write(keeper: Keeper, id: str, answer: MessageNode) -> int:
 
 
 def test_a_growing_answer_touches_its_last_block_alone(browser: Any, tiny: Running) -> None:
-    keeper: Keeper = tiny.server.config.app.state.keeper  # type: ignore[union-attr]
+    keeper: Keeper = tiny.server.pool.models[0].attached  # type: ignore[union-attr]
     loop = tiny.server.servers[0].get_loop()
 
     def run(coroutine: Any) -> Any:

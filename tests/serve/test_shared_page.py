@@ -134,9 +134,9 @@ def test_tokens_that_are_lost_are_computed_again(
     id = create(here, max_tokens=3)
     first = say(here, id, "Hello")
     second = say(here, id, "More", first["id"])
-    records = servers[0].server.config.app.state.keeper.store._records  # type: ignore[union-attr]
-    values = servers[0].server.config.app.state.keeper.store._values  # type: ignore[union-attr]
-    node_there: MessageNode = servers[0].server.config.app.state.keeper._open[id].conversation.nodes[first["id"]]  # type: ignore[union-attr]
+    records = servers[0].server.pool.models[0].attached.store._records  # type: ignore[union-attr]
+    values = servers[0].server.pool.models[0].attached.store._values  # type: ignore[union-attr]
+    node_there: MessageNode = servers[0].server.pool.models[0].attached._open[id].conversation.nodes[first["id"]]  # type: ignore[union-attr]
     records.remove_values(values, [f"{id}.{first['id']}.0.{node_there.writer}"])
     shown = told(there, id)
     assert [one["text"] for one in shown] == [one["text"] for one in told(here, id)]

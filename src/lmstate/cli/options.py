@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -140,7 +140,7 @@ def load_model(
     name: str,
     weights: WeightKind = WeightKind.auto,
     threads: str | None = None,
-    adapter: Path | None = None,
+    adapter: Path | Mapping[str, Path] | None = None,
     draft: str = "auto",
     device: str | None = None,
     activations: ActivationBits = ActivationBits.auto,

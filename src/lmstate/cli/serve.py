@@ -1,4 +1,4 @@
-"""`lmstate serve`: the protocols that clients speak, over one model."""
+"""`lmstate serve`: the protocols that clients speak, over one model or several."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import gc
 import logging
 import os
 import socket
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from enum import StrEnum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 
 from lmstate.cli import options
 from lmstate.cli.output import note
+from lmstate.cli.served import EngineOptions, adapted_sources, models_in, read_adapters, served_name, sources
 
 
 class LogLevel(StrEnum):
@@ -26,7 +28,37 @@ class LogLevel(StrEnum):
 
 
 def serve(
-    model: options.ModelName = options.DEFAULT_MODEL,
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL]...",
+            help="Alias, directory, .gguf file or Hub id; `lmstate models` lists some. One is loaded at once, several "
+            "when they are asked for.",
+            show_default=options.DEFAULT_MODEL,
+        ),
+    ] = None,
+    models_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--models-dir",
+            metavar="FOLDER",
+            exists=True,
+            file_okay=False,
+            help="Serve all models of a folder: .gguf files, and folders with a config.json.",
+        ),
+    ] = None,
+    max_loaded: Annotated[
+        int | None,
+        typer.Option("--max-loaded", min=1, help="Models in memory at a time; others make room. By default all."),
+    ] = None,
+    unload_after: Annotated[
+        float | None,
+        typer.Option("--unload-after", min=1.0, metavar="SECONDS", help="Unload a model that rests for so long."),
+    ] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option("--lora", metavar="NAME=FOLDER", help="Serve the model with an adapter too, by this name."),
+    ] = None,
     host: Annotated[str, typer.Option("--host", help="Where to listen; others than loopback need an API key.")] = (
         "127.0.0.1"
     ),
@@ -36,9 +68,9 @@ def serve(
         typer.Option("--rows", min=1, help="Answers that are worked on at a time (8 to 64, by the processors)."),
     ] = None,
     queue: Annotated[int, typer.Option("--queue", min=1, help="Requests that may wait; more get 429.")] = 256,
-    memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help="For answers and kept prefixes: 4GiB.")] = (
-        "4GiB"
-    ),
+    memory: Annotated[
+        str, typer.Option("--memory", metavar="SIZE", help="Of each model, for answers and kept prefixes.")
+    ] = ("4GiB"),
     store: Annotated[
         str | None,
         typer.Option(
@@ -102,24 +134,32 @@ def serve(
     ] = LogLevel.info,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts to the log.")] = False,
 ) -> None:
-    """Serve a model to OpenAI, Anthropic and other clients over HTTP.
+    """Serve models to OpenAI, Anthropic and other clients over HTTP.
 
     \b
     Examples:
       lmstate serve
       lmstate serve smollm2 --port 9000 --store ~/lmstate-store
+      lmstate serve --models-dir ~/models --max-loaded 2
       LMSTATE_API_KEY=secret lmstate serve smollm2 --host 0.0.0.0
     """
-    options.refuse_unknown(model, threads, draft)
+    adapters = read_adapters(lora or ())
+    names = [*(models or ()), *(models_in(models_dir) if models_dir is not None else ())] or [options.DEFAULT_MODEL]
+    one = len(names) == 1 and models_dir is None
+    if not one and (adapter is not None or adapters):
+        raise typer.BadParameter("--adapter and --lora go with one model")
+    for name in names:
+        options.refuse_unknown(name, threads, draft)
     check_address(host, port)
     try:
         from lmstate.serve import Settings, make_server, read_keys
     except ModuleNotFoundError as error:
         raise ImportError(f"the server needs {error.name}: pip install 'lmstate[serve]'") from None
-    from lmstate.engine import Engine
-    from lmstate.engine.options import as_bytes, default_rows
+    from lmstate.engine.options import as_bytes
     from lmstate.engine.pace import Pace
-    from lmstate.engine.tiers import check_store
+    from lmstate.engine.tiers import check_store, open_records
+    from lmstate.engine.tiers.fetch import PatientRecords
+    from lmstate.serve.answer.pool import ModelPool
 
     with options.usage():
         memory_bytes = as_bytes(memory)  # before a model is loaded for nothing
@@ -129,40 +169,57 @@ def serve(
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=max(level, logging.INFO))
     logging.getLogger("lmstate").setLevel(level)
     logging.getLogger("uvicorn.error").setLevel(max(level, logging.WARNING))
-    settings = Settings(
-        served_name(model),
-        host,
-        port,
-        read_keys(api_key_file),
-        tuple(alias or ()),
-        tuple(cors_origin or ()),
-        None if store is None or "://" in store else Path(store),
-        log_prompts,
-        shared,
-        max_new_tokens=max_tokens,
-        request_timeout=timeout,
-        max_priority=max_priority,
-        given_name=model,
-    )
-    settings.check(allow_anonymous)
     if store is not None:
         check_store(store)
-    loaded = options.load_model(model, weights, threads, adapter, draft, device, activations, ctx_size)
-    loaded.on_part = None  # of many requests at a time nobody follows one
-    drafter = options.load_drafter(draft, device)
-    with Engine(
-        loaded,
-        rows=rows or default_rows(loaded.device),
-        memory=memory_bytes,
-        store=store,
-        kv=kv,
-        draft=drafter,
-        queue=queue,
-        max_itl=max_itl,
-        stall=stall,
-    ) as engine:
-        server = make_server(engine, settings)
-        server.ready = lambda port: note(banner(settings, port, engine.rows, loaded.context_size))
+    lasts = store is not None
+    with ExitStack() as ending:
+        if store is None and not one:  # what a model keeps for its sessions is to be there when it is loaded again
+            store = ending.enter_context(TemporaryDirectory(prefix="lmstate-store-"))
+        settings = Settings(
+            served_name(names[0]),
+            host,
+            port,
+            read_keys(api_key_file),
+            tuple(alias or ()),
+            tuple(cors_origin or ()),
+            None if store is None or "://" in store else Path(store),
+            log_prompts,
+            shared,
+            max_new_tokens=max_tokens,
+            request_timeout=timeout,
+            max_priority=max_priority,
+            given_name=names[0],
+            folder_lasts=lasts,
+        )
+        settings.check(allow_anonymous)
+        how = EngineOptions(
+            weights,
+            activations,
+            adapter,
+            ctx_size,
+            threads,
+            device,
+            draft,
+            rows,
+            memory_bytes,
+            store,
+            kv,
+            queue,
+            max_itl,
+            stall,
+        )
+        if one and not adapters:
+            engine = ending.enter_context(how.engine(how.load(names[0])))
+            server = make_server(engine, settings)
+            about = f"{engine.rows} rows, context {engine.model.context_size or 'any'}"
+        else:
+            made = adapted_sources(names[0], adapters, how) if adapters else sources(names, how)
+            records = None
+            if store is not None and lasts:
+                records = PatientRecords(ending.enter_context(closing(open_records(store))))
+            server = make_server(ModelPool(made, settings, max_loaded, unload_after, records), settings)
+            about = f"{len(made)} models, each by its name in /v1/models"
+        server.ready = lambda port: note(banner(settings, port, about))
         # What was loaded stays: a full collection that looks at it all holds up every stream for a fifth of a second.
         gc.collect()
         gc.freeze()
@@ -170,11 +227,6 @@ def serve(
             server.run()
     if not server.started:
         raise OSError(f"cannot serve on {host}:{port}")
-
-
-def served_name(model: str) -> str:
-    """The name that clients ask by: of a file or a folder, not where it lies."""
-    return Path(model).resolve().name if os.path.exists(model) else model
 
 
 def check_address(host: str, port: int) -> None:
@@ -194,7 +246,7 @@ def check_address(host: str, port: int) -> None:
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror}{hint}") from None
 
 
-def banner(settings: object, port: int, rows: int, context: int | None) -> str:
+def banner(settings: object, port: int, about: str) -> str:
     """Summary of the model served, its address, and the settings of a client."""
     from lmstate.serve import Settings
 
@@ -206,8 +258,7 @@ def banner(settings: object, port: int, rows: int, context: int | None) -> str:
     alias = "" if "*" in settings.aliases else "  (Claude Code asks for models of other names: --alias '*')"
     return "\n".join(
         (
-            f"{settings.model_name} at {base} ({rows} rows, context {context or 'any'}, "
-            f"{'with an API key' if settings.api_keys else 'no API key'})",
+            f"{settings.model_name} at {base} ({about}, {'with an API key' if settings.api_keys else 'no API key'})",
             f"  In a browser       {base}/",
             f"  OpenAI clients     OPENAI_BASE_URL={base}/v1 OPENAI_API_KEY={key}",
             f"  Anthropic clients  ANTHROPIC_BASE_URL={base} ANTHROPIC_API_KEY={key}{alias}",

@@ -7,8 +7,9 @@ Needs the extra `lmstate[serve]`.
 
 from __future__ import annotations
 
+from lmstate.serve.answer.pool import ModelPool, ModelSource
 from lmstate.serve.app import create_app
 from lmstate.serve.run import make_server
 from lmstate.serve.settings import Settings, read_keys
 
-__all__ = ["Settings", "create_app", "make_server", "read_keys"]
+__all__ = ["ModelPool", "ModelSource", "Settings", "create_app", "make_server", "read_keys"]

@@ -162,7 +162,6 @@ class MessageAnswer:
 
 
 async def messages(service: Service, request: Request, body: MessagesBody) -> ASGIApp:
-    service.settings.check_model(body.model)
     if body.thread is not None:  # of which only new messages come: an answer to them alone would be a wrong one
         raise ApiError(
             "thread is not supported here: send the full conversation without it",
@@ -202,7 +201,6 @@ async def messages(service: Service, request: Request, body: MessagesBody) -> AS
 
 
 async def count_tokens(service: Service, request: Request, body: CountBody) -> ASGIApp:
-    service.settings.check_model(body.model)
     chat, _ = read_chat(body)
     prompt = await asyncio.to_thread(service.renderer.prompt, chat)
     return json_response({"input_tokens": len(prompt.tokens)})

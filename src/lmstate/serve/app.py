@@ -16,9 +16,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from lmstate.serve import anthropic, sessions
-from lmstate.serve.answer.handlers import endpoint, error_response, json_response
+from lmstate.serve.answer.endpoint import endpoint
+from lmstate.serve.answer.handlers import error_response, json_response
 from lmstate.serve.answer.paths import Path
-from lmstate.serve.answer.service import Service
+from lmstate.serve.answer.pool import ModelPool
 from lmstate.serve.conversations import page
 from lmstate.serve.conversations import routes as conversations
 from lmstate.serve.conversations.keeper import Keeper
@@ -55,16 +56,23 @@ if TYPE_CHECKING:
     from lmstate.engine import Engine
 
 
-async def _openapi(service: Service, request: Request) -> ASGIApp:
+async def _openapi(pool: ModelPool, request: Request) -> ASGIApp:
     return json_response(document(PATHS))
 
 
 PATHS = (
-    Path("GET", "/health", models.health, summary="Whether the server takes requests"),
-    Path("GET", "/metrics", models.metrics, both=False, summary="Prometheus metrics"),
-    Path("GET", "/v1/models", models.list_models, summary="The models that are served"),
-    Path("GET", "/v1/models/{model:path}", models.get_model, summary="One model"),
-    Path("POST", "/v1/chat/completions", chat.chat_completions, summary="OpenAI chat completions", body=ChatBody),
+    Path("GET", "/health", models.health, summary="Whether the server takes requests", whole=True),
+    Path("GET", "/metrics", models.metrics, both=False, summary="Prometheus metrics", whole=True),
+    Path("GET", "/v1/models", models.list_models, summary="The models that are served", whole=True),
+    Path("GET", "/v1/models/{model:path}", models.get_model, summary="One model", whole=True),
+    Path(
+        "POST",
+        "/v1/chat/completions",
+        chat.chat_completions,
+        summary="OpenAI chat completions",
+        body=ChatBody,
+        streams=True,
+    ),
     Path(
         "POST",
         "/v1/chat/completions/input_tokens",
@@ -72,8 +80,17 @@ PATHS = (
         summary="Tokens of a chat's prompt",
         body=ChatBody,
     ),
-    Path("POST", "/v1/completions", completions.completions, summary="OpenAI completions", body=CompletionBody),
-    Path("POST", "/v1/responses", responses.create_response, summary="OpenAI responses", body=ResponseBody),
+    Path(
+        "POST",
+        "/v1/completions",
+        completions.completions,
+        summary="OpenAI completions",
+        body=CompletionBody,
+        streams=True,
+    ),
+    Path(
+        "POST", "/v1/responses", responses.create_response, summary="OpenAI responses", body=ResponseBody, streams=True
+    ),
     Path(
         "POST",
         "/v1/responses/input_tokens",
@@ -128,7 +145,7 @@ PATHS = (
     ),
     Path("GET", "/v1/conversations/{id}/items/{item}", stored_conversations.get_item, summary="One of its items"),
     Path("DELETE", "/v1/conversations/{id}/items/{item}", stored_conversations.delete_item, summary="Forget an item"),
-    Path("POST", "/v1/messages", anthropic.messages, summary="Anthropic messages", body=MessagesBody),
+    Path("POST", "/v1/messages", anthropic.messages, summary="Anthropic messages", body=MessagesBody, streams=True),
     Path(
         "POST",
         "/v1/messages/count_tokens",
@@ -143,7 +160,9 @@ PATHS = (
     Path("POST", "/v1/sessions", sessions.create, summary="A new session", body=SessionBody),
     Path("GET", "/v1/sessions/{name}", sessions.get, summary="A session's text and tokens"),
     Path("DELETE", "/v1/sessions/{name}", sessions.delete, summary="Forget a session"),
-    Path("POST", "/v1/sessions/{name}/send", sessions.send, summary="Go on with a session", body=SendBody),
+    Path(
+        "POST", "/v1/sessions/{name}/send", sessions.send, summary="Go on with a session", body=SendBody, streams=True
+    ),
     Path("POST", "/v1/sessions/{name}/rewind", sessions.rewind, summary="Go back to a position", body=RewindBody),
     Path("POST", "/v1/sessions/{name}/mark", sessions.mark, summary="Keep what going back to here needs"),
     Path("POST", "/v1/sessions/{name}/undo", sessions.undo, summary="Forget the last turn"),
@@ -165,9 +184,11 @@ PATHS = (
     Path("GET", "/tokenizer_info", tokens.tokenizer_info, summary="The tokenizer's special tokens and template"),
     Path("GET", "/props", models.props, summary="The server's properties, as llama-server gives them"),
     Path("GET", "/slots", models.slots, summary="The engine's rows, as llama-server gives its slots"),
-    Path("GET", "/api/version", ollama_models.version, both=False, summary="The version of Ollama's API"),
-    Path("GET", "/api/tags", ollama_models.tags, both=False, summary="The models, as Ollama lists them"),
-    Path("GET", "/api/ps", ollama_models.ps, both=False, summary="The models in memory, as Ollama lists them"),
+    Path("GET", "/api/version", ollama_models.version, both=False, summary="The version of Ollama's API", whole=True),
+    Path("GET", "/api/tags", ollama_models.tags, both=False, summary="The models, as Ollama lists them", whole=True),
+    Path(
+        "GET", "/api/ps", ollama_models.ps, both=False, summary="The models in memory, as Ollama lists them", whole=True
+    ),
     Path(
         "POST",
         "/api/show",
@@ -175,6 +196,7 @@ PATHS = (
         both=False,
         summary="One model, as Ollama shows it",
         body=OllamaShowBody,
+        whole=True,
     ),
     Path(
         "POST",
@@ -183,6 +205,7 @@ PATHS = (
         both=False,
         summary="Whether a model is there to be asked",
         body=OllamaPullBody,
+        whole=True,
     ),
     Path("POST", "/api/chat", ollama_answers.chat, both=False, summary="Ollama chat", body=OllamaChatBody),
     Path(
@@ -202,33 +225,35 @@ PATHS = (
         summary="One embedding, as Ollama gave it before",
         body=OllamaEmbeddingsBody,
     ),
-    Path("GET", "/openapi.json", _openapi, both=False, summary="This document"),
+    Path("GET", "/openapi.json", _openapi, both=False, summary="This document", whole=True),
     Path("POST", "/apply-template", tokens.apply_template, summary="Messages to the text of the prompt", body=ChatBody),
 )
 
 
-def create_app(engine: Engine, settings: Settings, *, close_engine: bool = True) -> Starlette:
-    """The server of an engine, for any ASGI server. At its shutdown the engine is closed unless told otherwise."""
+def create_app(models: Engine | ModelPool, settings: Settings, *, close_engine: bool = True) -> Starlette:
+    """The server of an engine, or of a pool of models, for any ASGI server.
+
+    At its shutdown the engines are closed unless told otherwise.
+    """
+    pool = models if isinstance(models, ModelPool) else ModelPool.of(models, settings)
+    records = OwnedRecords.open(pool.records, settings.folder)
+    kept = KeptResponses(records, settings)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        watching = asyncio.create_task(pool.watch())
         yield
-        service.drain()
-        service.cancel_all()
-        await keeper.close()
+        watching.cancel()
+        pool.drain()
+        pool.cancel_all()
         await kept.close()
+        await pool.close(close_engine)
         records.close()
-        await service.grammars.close()
-        if close_engine:
-            await asyncio.to_thread(engine.close)
 
-    service = Service(engine, settings)
-    records = OwnedRecords.open(engine, settings.folder)
-    keeper, kept = Keeper(service, records), KeptResponses(records, settings)
-    served = (*PATHS, *conversations.PATHS, *page.PATHS)
+    pool.attach(lambda service: Keeper(service, records))
     routes = [
-        Route(path, endpoint(one.handler, one.path, one.body), methods=[one.method])
-        for one in served
+        Route(path, endpoint(one), methods=[one.method])
+        for one in (*PATHS, *conversations.PATHS, *page.PATHS)
         for path in one.paths
     ]
     app = Starlette(
@@ -242,7 +267,7 @@ def create_app(engine: Engine, settings: Settings, *, close_engine: bool = True)
         exception_handlers={HTTPException: _http_error, Exception: _failed},
         lifespan=lifespan,
     )
-    app.state.service, app.state.keeper, app.state.responses, app.state.records = service, keeper, kept, records
+    app.state.pool, app.state.responses, app.state.records = pool, kept, records
     return app
 
 

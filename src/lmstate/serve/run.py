@@ -20,6 +20,7 @@ from lmstate.serve.wire.errors import ApiError
 
 if TYPE_CHECKING:
     from lmstate.engine import Engine
+    from lmstate.serve.answer.pool import ModelPool
     from lmstate.serve.answer.service import Service
 
 MOST_HEADER = 2**16
@@ -38,10 +39,10 @@ FULL = (
 class Server(uvicorn.Server):
     """uvicorn's server. SIGTERM refuses new requests, lets streams end for a while, then ends them properly."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, drains: bool = True) -> None:
-        """`drains`: the engine ends with the server, so that requests are told to go on elsewhere."""
+    def __init__(self, config: uvicorn.Config, pool: ModelPool, drains: bool = True) -> None:
+        """`drains`: the engines end with the server, so that requests are told to go on elsewhere."""
         super().__init__(config)
-        self.service, self._drains = service, drains
+        self.pool, self._drains = pool, drains
         self.ready: Callable[[int], None] = lambda port: None  # called once it listens, with the port
 
     async def startup(self, sockets: Any = None) -> None:
@@ -50,30 +51,36 @@ class Server(uvicorn.Server):
             self.ready(self.port)
 
     @property
+    def service(self) -> Service:
+        """The service of the first model, which is loaded."""
+        return next(self.pool.loaded)
+
+    @property
     def port(self) -> int:
         """Port that the server listens on; the one that was free, if 0 was asked for."""
         return int(self.servers[0].sockets[0].getsockname()[1])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        again = self.service.draining
-        self.service.drain()
+        again = self.pool.draining
+        self.pool.drain()
         if again or sig == signal.SIGINT:
-            self.service.cancel_all()
+            self.pool.cancel_all()
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: Any = None) -> None:
-        self.service.drain()
+        self.pool.drain()
         ending = asyncio.create_task(self._end_streams())
         await super().shutdown(sockets)
         ending.cancel()
 
     async def _end_streams(self) -> None:
         """Streams that go on for too long are told that they end: their last events still come."""
-        await asyncio.sleep(self.service.settings.drain)
+        await asyncio.sleep(self.pool.settings.drain)
         if self._drains:
-            with suppress(EngineClosed):
-                await asyncio.to_thread(self.service.engine.drain)
-        self.service.cancel_all()
+            for service in list(self.pool.loaded):
+                with suppress(EngineClosed):
+                    await asyncio.to_thread(service.engine.drain)
+        self.pool.cancel_all()
 
 
 def protocol(header_timeout: float, write_timeout: float, most: int) -> type[H11Protocol]:
@@ -176,9 +183,9 @@ def most_connections(wanted: int) -> int:
     return wanted if soft == resource.RLIM_INFINITY else max(min(wanted, soft - OWN_FILES), 16)
 
 
-def make_server(engine: Engine, settings: Settings, *, close_engine: bool = True) -> Server:
+def make_server(models: Engine | ModelPool, settings: Settings, *, close_engine: bool = True) -> Server:
     """A server, not started: `run()` blocks, `await serve()` does not."""
-    app = create_app(engine, settings, close_engine=close_engine)
+    app = create_app(models, settings, close_engine=close_engine)
     config = uvicorn.Config(
         app,
         host=settings.host,
@@ -195,4 +202,4 @@ def make_server(engine: Engine, settings: Settings, *, close_engine: bool = True
         timeout_keep_alive=settings.keep_alive,
         timeout_graceful_shutdown=int(settings.drain) + 5,
     )
-    return Server(config, app.state.service, drains=close_engine)
+    return Server(config, app.state.pool, drains=close_engine)

@@ -102,9 +102,9 @@ async def fork(service: Service, request: Request, body: SessionBody) -> ASGIApp
 async def save(service: Service, request: Request) -> ASGIApp:
     """Write the session into the server's own folder, under its name."""
     session = await found(service, request)
-    if service.settings.folder is None:
+    if (lasting := service.settings.lasting_folder) is None:
         raise ApiError("there is no folder to save in: start the server with --store FOLDER, or GET /snapshot", 409)
-    folder = private_folder(service.settings.folder / "saved")
+    folder = private_folder(lasting / "saved")
     path = folder / f"{session.name}.safetensors"
     await done(lambda: session.save(path))
     return json_response({**shown(session), "bytes": path.stat().st_size})

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
-from lmstate.serve.wire.errors import ApiError
-
 KEY_VARIABLE = "LMSTATE_API_KEY"
 LATEST = ":latest"  # a tag that Ollama's clients put after a name without one
 
@@ -41,6 +39,7 @@ class Settings:
     max_priority: int = 0  # of a request: larger ones count as this, so that none goes before all others
     given_name: str | None = None  # the model's path or name as it was given: asked by it too, and never shown
     stored_responses: int = 2**28  # bytes of responses kept for previous_response_id
+    folder_lasts: bool = True  # False: it is removed when the server ends
 
     def check(self, allow_anonymous: bool = False) -> None:
         """Refuse to serve the network without a key, and origins that no page has. Raises `ValueError`."""
@@ -63,20 +62,18 @@ class Settings:
         return len({*self.api_keys}) > 1 and not self.shared
 
     @property
+    def lasting_folder(self) -> Path | None:
+        """The folder, if it outlives the server."""
+        return self.folder if self.folder_lasts else None
+
+    @property
     def on_loopback(self) -> bool:
         return is_loopback(self.host)
 
-    def check_model(self, asked: str | None) -> None:
-        """Refuse a model that is not here, as the protocols have it. The alias `*` answers to every name."""
+    def answers_to(self, asked: str) -> bool:
+        """Whether this is one of the model's names."""
         known = {self.model_name, self.given_name, *self.aliases}
-        if asked is not None and "*" not in known and asked not in known and asked.removesuffix(LATEST) not in known:
-            raise ApiError(
-                f"the model {asked[:100]!r} is not served here; {self.model_name!r} is "
-                "(a server that is started with --alias '*' answers to any name)",
-                404,
-                param="model",
-                code="model_not_found",
-            )
+        return asked in known or asked.removesuffix(LATEST) in known
 
 
 def is_loopback(host: str) -> bool:

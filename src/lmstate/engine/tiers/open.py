@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from lmstate.engine.tiers.blob_records import BlobRecords
 from lmstate.engine.tiers.blobs import Blobs, ObjectBlobs, RedisBlobs
-from lmstate.engine.tiers.folder import FolderTier
+from lmstate.engine.tiers.folder import RECORDS, FolderTier
+from lmstate.engine.tiers.record_store import RecordStore
+from lmstate.engine.tiers.seal import SealedBlobs, store_key
 from lmstate.engine.tiers.shared import SharedTier
+from lmstate.engine.tiers.sqlite_records import SqliteRecords
 from lmstate.engine.tiers.tier import Tier
 
 
@@ -19,6 +23,14 @@ def open_tier(store: str | os.PathLike[str], namespace: str, limit: int) -> Tier
     """
     where, blobs = _opened(store)
     return FolderTier(where, namespace, limit) if blobs is None else SharedTier(blobs, namespace)
+
+
+def open_records(store: str | os.PathLike[str]) -> RecordStore:
+    """The records of a store, for callers that can wait, without the engines of its models. Raises as `open_tier`."""
+    where, blobs = _opened(store)
+    if blobs is None:
+        return SqliteRecords(Path(where) / RECORDS, store_key())
+    return BlobRecords(SealedBlobs(blobs, key) if (key := store_key()) else blobs)
 
 
 def check_store(store: str | os.PathLike[str]) -> None:

@@ -10,44 +10,20 @@ from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
 
-from lmstate.serve.answer.service import Service
+from lmstate.serve.settings import Settings
 from lmstate.serve.wire.body import parse_body
 from lmstate.serve.wire.errors import ApiError, as_api_error
-from lmstate.serve.wire.sse import Disconnected, dumps
+from lmstate.serve.wire.sse import dumps
 
 log = logging.getLogger("lmstate.serve")
 
 LARGE = 2**18  # bytes of a body that is read beside the event loop: its JSON may take longer than a token
 
 T = TypeVar("T")
-Handler = Callable[..., Awaitable[ASGIApp]]  # of the service, the request and, where its path has one, the body
-Endpoint = Callable[[Request], Awaitable[Any]]
-
-
-def endpoint(handler: Handler, path: str, form: type[Any] | None = None) -> Endpoint:
-    """A handler as starlette calls it, with the body read as `form`. What it raises becomes an error of the protocol of
-    `path`.
-    """
-
-    async def run(request: Request) -> ASGIApp:
-        service: Service = request.app.state.service
-        try:
-            if form is None:
-                answer = await handler(service, request)
-            else:
-                answer = await handler(service, request, await read_body(service, request, form))
-        except (Disconnected, ClientDisconnect):
-            answer = Response(status_code=499)  # nobody reads it
-        except Exception as error:
-            answer = error_response(error, path)
-        service.metrics.http(path, getattr(answer, "status_code", 200))
-        return answer
-
-    return run
+Handler = Callable[..., Awaitable[Any]]  # of the service, the request and, where its path has one, the body
 
 
 def idempotency_key(request: Request, body: Struct) -> str | None:
@@ -73,16 +49,16 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(dumps(value), status, headers, media_type="application/json")
 
 
-async def read_body(service: Service, request: Request, form: type[T]) -> T:
+async def read_body(settings: Settings, request: Request, form: type[T]) -> T:
     """The JSON object of a request as a struct. Raises `ApiError` for what is too long, too slow or no such object."""
-    body = await read_bytes(service, request)
+    body = await read_bytes(settings, request)
     if len(body) < LARGE:
         return parse_body(body, form)
     return await asyncio.to_thread(parse_body, body, form)
 
 
-async def read_bytes(service: Service, request: Request, most: int | None = None) -> bytes:
-    most = service.settings.max_body if most is None else most
+async def read_bytes(settings: Settings, request: Request) -> bytes:
+    most = settings.max_body
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise ApiError(f"the body is encoded as {encoding[:40]!r}: send it as it is", 415, code="unsupported_encoding")
@@ -92,7 +68,7 @@ async def read_bytes(service: Service, request: Request, most: int | None = None
         raise too_long
     pieces, size = [], 0
     try:
-        async with asyncio.timeout(service.settings.body_timeout):
+        async with asyncio.timeout(settings.body_timeout):
             async for piece in request.stream():
                 size += len(piece)
                 if size > most:

@@ -465,6 +465,11 @@ class Keeper:
                 if found is not None:
                     found.close()
 
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is being written."""
+        return any(live.tasks for live in self._open.values())
+
     async def close(self) -> None:
         """End the answers that are written as they are, and keep them."""
         self._closing.set()

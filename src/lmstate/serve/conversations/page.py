@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from lmstate.serve.answer.paths import Path
-from lmstate.serve.answer.service import Service
+from lmstate.serve.answer.pool import ModelPool
 from lmstate.serve.wire.errors import ApiError
 
 TYPES = {
@@ -44,15 +44,15 @@ def _read() -> dict[str, tuple[bytes, str]]:
 FILES = _read()
 
 
-async def index(service: Service, request: Request) -> ASGIApp:
+async def index(pool: ModelPool, request: Request) -> ASGIApp:
     return _answer("index.html")
 
 
-async def docs(service: Service, request: Request) -> ASGIApp:
+async def docs(pool: ModelPool, request: Request) -> ASGIApp:
     return _answer("docs.html")
 
 
-async def static(service: Service, request: Request) -> ASGIApp:
+async def static(pool: ModelPool, request: Request) -> ASGIApp:
     return _answer(request.path_params["file"])
 
 
@@ -64,8 +64,8 @@ def _answer(name: str) -> Response:
 
 
 PATHS = (
-    Path("GET", "/", index, both=False),
-    Path("GET", "/docs", docs, both=False),
-    Path("GET", "/page/files/{file}", static, both=False),
+    Path("GET", "/", index, both=False, whole=True),
+    Path("GET", "/docs", docs, both=False, whole=True),
+    Path("GET", "/page/files/{file}", static, both=False, whole=True),
 )
 OPEN_PATHS = ("/", "/docs", *(f"/page/files/{name}" for name in FILES))  # without a key: they hold nothing of anybody

@@ -35,7 +35,7 @@ WAIT, LOOK = 5.0, 0.5  # seconds after which a page that hears nothing is told s
 
 
 def keeper(request: Request) -> Keeper:
-    kept: Keeper = request.app.state.keeper
+    kept: Keeper = request.state.served.attached
     return kept
 
 
@@ -52,7 +52,7 @@ async def about(service: Service, request: Request) -> ASGIApp:
             "context": service.context,
             "max_tokens": service.settings.max_new_tokens,
             "chats": service.engine.chats,
-            "kept": service.settings.folder is not None or keeper(request).shared,
+            "kept": service.settings.lasting_folder is not None or keeper(request).shared,
             "temperature": suggested.temperature,
             "top_p": suggested.top_p,
         }
@@ -328,7 +328,7 @@ def settings_of(body: PageConversation) -> dict[str, Any] | None:
 
 ROOT = "/page/conversations"
 PATHS = tuple(
-    Path(method, path, handler, both=False, body=body)
+    Path(method, path, handler, both=False, body=body, watches=handler is events)
     for method, path, handler, body in (
         ("GET", "/page/about", about, None),
         ("GET", ROOT, list_conversations, None),

@@ -115,7 +115,6 @@ class OllamaAnswer:
 
 
 async def chat(service: Service, request: Request, body: OllamaChatBody) -> ASGIApp:
-    service.settings.check_model(body.model)
     if not body.messages:
         return json_response({**_loaded(body), "message": {"role": "assistant", "content": ""}})
     use = ToolUse(read_tools(body.tools or (), wrapped=True))
@@ -126,7 +125,6 @@ async def chat(service: Service, request: Request, body: OllamaChatBody) -> ASGI
 
 
 async def generate(service: Service, request: Request, body: OllamaGenerateBody) -> ASGIApp:
-    service.settings.check_model(body.model)
     _refuse_images(body.images, "images")
     if not body.prompt:
         return json_response({**_loaded(body), "response": ""})

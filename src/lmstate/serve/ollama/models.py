@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from datetime import UTC, datetime
-from time import perf_counter_ns
+from datetime import UTC, datetime, timedelta
+from time import monotonic, perf_counter_ns
 from typing import Any
 
 from starlette.requests import Request
@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from lmstate.models.describe import bytes_by_kind, parameter_count, stored_weights
 from lmstate.serve.answer.handlers import json_response
+from lmstate.serve.answer.pool import ModelPool, ServedModel
 from lmstate.serve.answer.service import Service
 from lmstate.serve.openai.completions import FILL_IN
 from lmstate.serve.openai.embeddings import check_dimensions, embedded
@@ -30,53 +31,40 @@ def tagged(name: str) -> str:
     return name if ":" in name else name + LATEST
 
 
-async def version(service: Service, request: Request) -> ASGIApp:
+async def version(pool: ModelPool, request: Request) -> ASGIApp:
     return json_response({"version": VERSION})
 
 
-async def tags(service: Service, request: Request) -> ASGIApp:
-    return json_response({"models": [_listed(service, name) for name in names(service)]})
+async def tags(pool: ModelPool, request: Request) -> ASGIApp:
+    return json_response({"models": [_listed(served, name) for served in pool.models for name in names(served)]})
 
 
-async def ps(service: Service, request: Request) -> ASGIApp:
-    never = datetime(9999, 12, 31, tzinfo=UTC).isoformat()
-    loaded = {**_listed(service, service.settings.model_name), "expires_at": never}
-    return json_response({"models": [{**loaded, "size_vram": 0, "context_length": service.context or 0}]})
+async def ps(pool: ModelPool, request: Request) -> ASGIApp:
+    return json_response({"models": [_running(pool, one) for one in pool.models if one.service is not None]})
 
 
-async def show(service: Service, request: Request, body: OllamaShowBody) -> ASGIApp:
-    service.settings.check_model(_named(body))
-    config, family = service.model.config, service.model.config.family
-    facts = {
-        "general.architecture": family,
-        "general.parameter_count": _parameters(service),
-        f"{family}.block_count": len(service.model.blocks),
-        f"{family}.context_length": service.context or 0,
-        f"{family}.embedding_length": config.hidden_size,
-        f"{family}.vocab_size": config.vocab_size,
-    }
+async def show(pool: ModelPool, request: Request, body: OllamaShowBody) -> ASGIApp:
+    served = pool.find(_named(body))
+    facts = _facts(served.service) if served.service is not None else await asyncio.to_thread(_told, served)
     return json_response(
         {
             "modelfile": "",
             "parameters": "",
-            "template": service.tokenizer.template_source or "",
             "license": "",
-            "modified_at": _modified(service),
-            "details": _details(service),
-            "model_info": facts,
-            "capabilities": _capabilities(service),
+            "modified_at": _modified(served),
+            "details": _details(served.service),
+            **facts,
         }
     )
 
 
-async def pull(service: Service, request: Request, body: OllamaPullBody) -> ASGIApp:
+async def pull(pool: ModelPool, request: Request, body: OllamaPullBody) -> ASGIApp:
     """A model that is served is there; no other is fetched from here."""
-    service.settings.check_model(_named(body))
+    pool.find(_named(body))
     return json_response({"status": "success"})
 
 
 async def embed(service: Service, request: Request, body: OllamaEmbedBody) -> ASGIApp:
-    service.settings.check_model(body.model)
     texts = [body.input] if isinstance(body.input, str) else body.input
     if not 0 < len(texts) <= service.settings.max_inputs:
         raise wrong("input", f"a string or a list of 1 to {service.settings.max_inputs}", None)
@@ -96,7 +84,6 @@ async def embed(service: Service, request: Request, body: OllamaEmbedBody) -> AS
 
 
 async def embeddings(service: Service, request: Request, body: OllamaEmbeddingsBody) -> ASGIApp:
-    service.settings.check_model(body.model)
     (vector,) = await embedded(service, request, await asyncio.to_thread(_prompts, service, [body.prompt], True))
     return json_response({"embedding": vector.tolist()})
 
@@ -119,29 +106,75 @@ def _named(body: OllamaShowBody | OllamaPullBody) -> str:
     return name
 
 
-def _listed(service: Service, name: str) -> dict[str, Any]:
+def _facts(service: Service) -> dict[str, Any]:
+    config, family = service.model.config, service.model.config.family
+    return {
+        "template": service.tokenizer.template_source or "",
+        "model_info": {
+            "general.architecture": family,
+            "general.parameter_count": _parameters(service),
+            f"{family}.block_count": len(service.model.blocks),
+            f"{family}.context_length": service.context or 0,
+            f"{family}.embedding_length": config.hidden_size,
+            f"{family}.vocab_size": config.vocab_size,
+        },
+        "capabilities": _capabilities(service),
+    }
+
+
+def _told(served: ServedModel) -> dict[str, Any]:
+    """Facts that config.json gives of a model that is not loaded."""
+    config = served.source.config()
+    family = str(config.get("model_type", ""))
+    fields = {
+        "block_count": "num_hidden_layers",
+        "context_length": "max_position_embeddings",
+        "embedding_length": "hidden_size",
+        "vocab_size": "vocab_size",
+    }
+    info = {f"{family}.{name}": config[field] for name, field in fields.items() if isinstance(config.get(field), int)}
+    return {"template": "", "model_info": {"general.architecture": family, **info}, "capabilities": ["completion"]}
+
+
+def _listed(served: ServedModel, name: str) -> dict[str, Any]:
+    service = served.service
+    size = served.source.nbytes
+    if service is not None:
+        size = sum(bytes_by_kind(stored_weights(service.model.parts)).values())
     return {
         "name": tagged(name),
         "model": tagged(name),
-        "modified_at": _modified(service),
-        "size": sum(bytes_by_kind(stored_weights(service.model.parts)).values()),
-        "digest": hashlib.sha256(service.model.fingerprint.encode()).hexdigest(),
+        "modified_at": _modified(served),
+        "size": size,
+        "digest": hashlib.sha256(served.name.encode()).hexdigest(),
         "details": _details(service),
     }
 
 
-def _details(service: Service) -> dict[str, Any]:
+def _running(pool: ModelPool, served: ServedModel) -> dict[str, Any]:
+    assert served.service is not None
+    ends = datetime(9999, 12, 31, tzinfo=UTC)
+    if pool.unload_after is not None:
+        ends = datetime.now(UTC) + timedelta(seconds=max(0.0, served.used + pool.unload_after - monotonic()))
+    context = served.service.context or 0
+    return {**_listed(served, served.name), "expires_at": ends.isoformat(), "size_vram": 0, "context_length": context}
+
+
+def _details(service: Service | None) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "parent_model": "",
+        "format": "",
+        "family": "",
+        "families": [],
+        "parameter_size": "",
+        "quantization_level": "",
+    }
+    if service is None:
+        return told
     family, count = service.model.config.family, _parameters(service)
     size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"
     (stored, _), *_ = bytes_by_kind(stored_weights(service.model.parts)).most_common(1)
-    return {
-        "parent_model": "",
-        "format": "",
-        "family": family,
-        "families": [family],
-        "parameter_size": size,
-        "quantization_level": stored,
-    }
+    return {**told, "family": family, "families": [family], "parameter_size": size, "quantization_level": stored}
 
 
 def _capabilities(service: Service) -> list[str]:
@@ -159,5 +192,5 @@ def _parameters(service: Service) -> int:
     return sum(map(parameter_count, stored_weights(service.model.parts)))
 
 
-def _modified(service: Service) -> str:
-    return datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z")
+def _modified(served: ServedModel) -> str:
+    return datetime.fromtimestamp(served.created, UTC).isoformat().replace("+00:00", "Z")

@@ -176,7 +176,6 @@ class Deltas:
 
 
 async def chat_completions(service: Service, request: Request, body: ChatBody) -> ASGIApp:
-    service.settings.check_model(body.model)
     chat, use = read_chat(body, body.messages)
     task = await service.chat(
         request.receive,

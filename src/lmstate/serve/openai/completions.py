@@ -212,7 +212,6 @@ class Texts:
 
 
 async def completions(service: Service, request: Request, body: CompletionBody) -> ASGIApp:
-    service.settings.check_model(body.model)
     prompts = await asyncio.to_thread(read_prompts, service, body)
     n, echo, logprobs = body.n or 1, bool(body.echo), body.logprobs
     best_of = body.best_of or n

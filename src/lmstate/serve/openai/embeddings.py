@@ -57,7 +57,6 @@ def pooled(hidden: Tensor, pooling: str, dimensions: int | None) -> Tensor:
 async def embeddings(service: Service, request: Request, body: EmbeddingBody) -> ASGIApp:
     """`input`: a text, a list of texts, token ids, or a list of these. `pooling`: mean, last or cls; by default that
     of the checkpoint, else mean."""
-    service.settings.check_model(body.model)
     inputs = as_list(service, body.input, "input")
     check_dimensions(service, body.dimensions)
 

@@ -1,4 +1,4 @@
-"""`GET /v1/models`: the one model, by each of its names; and what there is to know of it, and of the server."""
+"""`GET /v1/models`: the models, by each of their names; and what there is to know of them, and of the server."""
 
 from __future__ import annotations
 
@@ -13,49 +13,57 @@ from starlette.types import ASGIApp
 import lmstate
 from lmstate.generation.sampling import Sampler
 from lmstate.serve.answer.handlers import json_response
+from lmstate.serve.answer.pool import ModelPool, ServedModel
 from lmstate.serve.answer.service import Service
 from lmstate.serve.wire.errors import ApiError
+from lmstate.serve.wire.metrics import together
 
 
-def model_card(service: Service, name: str) -> dict[str, Any]:
-    config = service.model.config
-    return {
-        "id": name,
-        "object": "model",
-        "type": "model",  # this line and the next four are Anthropic's
-        "display_name": name,
-        "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
-        "lifecycle": "active",
-        "max_input_tokens": service.context,
-        "created": service.created,
-        "owned_by": "lmstate",
-        "root": service.settings.model_name,
-        "max_model_len": service.context,
-        "meta": {
+def model_card(served: ServedModel, name: str) -> dict[str, Any]:
+    """A model by one of its names. What only a loaded model tells is null while it is not."""
+    service = served.service
+    context = None if service is None else service.context
+    meta = None
+    if service is not None:
+        config = service.model.config
+        meta = {
             "family": config.family,
             "vocab_size": config.vocab_size,
             "hidden_size": config.hidden_size,
             "layers": len(service.model.blocks),
             "fingerprint": service.model.fingerprint,
-        },
+        }
+    return {
+        "id": name,
+        "object": "model",
+        "type": "model",  # this line and the next four are Anthropic's
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(served.created, UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": context,
+        "created": served.created,
+        "owned_by": "lmstate",
+        "root": served.name,
+        "max_model_len": context,
+        "status": {"value": served.status},  # llama-server's
+        "meta": meta,
     }
 
 
-def names(service: Service) -> list[str]:
-    return [service.settings.model_name, *(name for name in service.settings.aliases if name != "*")]
+def names(served: ServedModel) -> list[str]:
+    return [served.name, *(name for name in served.settings.aliases if name != "*")]
 
 
-async def list_models(service: Service, request: Request) -> ASGIApp:
-    cards = [model_card(service, name) for name in names(service)]
+async def list_models(pool: ModelPool, request: Request) -> ASGIApp:
+    cards = [model_card(served, name) for served in pool.models for name in names(served)]
     # `models` is where one client (Codex) looks; the two ids are Anthropic's paging.
     paging = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
     return json_response({"object": "list", "data": cards, "models": [], **paging})
 
 
-async def get_model(service: Service, request: Request) -> ASGIApp:
+async def get_model(pool: ModelPool, request: Request) -> ASGIApp:
     name = request.path_params["model"]
-    service.settings.check_model(name)
-    return json_response(model_card(service, name))
+    return json_response(model_card(pool.find(name), name))
 
 
 async def props(service: Service, request: Request) -> ASGIApp:
@@ -100,15 +108,16 @@ async def slots(service: Service, request: Request) -> ASGIApp:
     return json_response(shown)
 
 
-async def health(service: Service, request: Request) -> ASGIApp:
-    if service.draining:
+async def health(pool: ModelPool, request: Request) -> ASGIApp:
+    if pool.draining:
         return json_response({"status": "shutting down"}, 503)
-    unstored = service.engine.unstored
+    unstored = sum(service.engine.unstored for service in pool.loaded)
     return json_response(
         {"status": "ok", "stored": False, "sessions_unstored": unstored} if unstored else {"status": "ok"}
     )
 
 
-async def metrics(service: Service, request: Request) -> ASGIApp:
-    text = await asyncio.to_thread(service.metrics.text)  # it asks the engine between two steps
+async def metrics(pool: ModelPool, request: Request) -> ASGIApp:
+    told = [service.metrics for service in pool.loaded]
+    text = await asyncio.to_thread(together, told)  # it asks the engines between two steps
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -39,7 +39,6 @@ PREFER = 100.0  # on the logits of both answers: no other token is picked, and w
 
 
 async def rerank(service: Service, request: Request, body: RerankBody) -> ASGIApp:
-    service.settings.check_model(body.model)
     if not service.engine.chats:
         raise ApiError("this model has no chat template, by which a document is judged: serve a reranker")
     documents, most = [_text(one) for one in body.documents], service.settings.max_inputs

@@ -53,6 +53,7 @@ class AccessLog:
             cut = "" if whole else " (cut off)"
             seconds = perf_counter() - begin
             log.log(level, "%s %s %d%s %.3fs%s", scope["method"], path, status, _tokens(made), seconds, cut)
+            made.clear()  # the context lives as long as the connection, and a request holds its engine
 
 
 def _tokens(requests: Sequence[Request]) -> str:

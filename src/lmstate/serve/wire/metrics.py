@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -95,9 +95,28 @@ class Metrics:
         """Count an HTTP request. `path` is the route's, so that paths from outside make no series."""
         self._http.labels(self._model, path, str(status)).inc()
 
-    def text(self) -> bytes:
-        """The metrics in Prometheus's text format."""
-        return generate_latest(self.registry)
+
+def together(several: Iterable[Metrics]) -> bytes:
+    """The metrics of all models in Prometheus's text format, in which each name comes once."""
+    registry = CollectorRegistry()
+    registry.register(_AllModels(tuple(several)))
+    return generate_latest(registry)
+
+
+class _AllModels(Collector):
+    def __init__(self, several: Sequence[Metrics]) -> None:
+        self._several = several
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # else it is collected when it is registered, to know its names
+
+    def collect(self) -> Iterable[Metric]:
+        found: dict[str, Metric] = {}
+        for each in self._several:
+            for metric in each.registry.collect():
+                if (known := found.setdefault(metric.name, metric)) is not metric:
+                    known.samples += metric.samples
+        return found.values()
 
 
 class EngineCollector(Collector):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lmstate.engine.results import StoreUnreachable
 from lmstate.engine.tiers.folder import RECORDS
@@ -13,9 +12,6 @@ from lmstate.engine.tiers.record_store import RecordStore, StoredRecord
 from lmstate.engine.tiers.seal import store_key
 from lmstate.engine.tiers.sqlite_records import SqliteRecords
 from lmstate.serve.wire.tenants import caller
-
-if TYPE_CHECKING:
-    from lmstate.engine import Engine
 
 # What storing raises: of SQLite, of the disk, and what the engine makes of other stores' errors.
 STORE_ERRORS = (sqlite3.Error, OSError, StoreUnreachable)
@@ -30,9 +26,8 @@ class OwnedRecords:
         self._records, self.shared = records, shared
 
     @staticmethod
-    def open(engine: Engine, folder: Path | None) -> OwnedRecords:
-        """In the engine's store, so that all its servers have them; without one in a folder, or in memory."""
-        records = engine.stored_records()
+    def open(records: RecordStore | None, folder: Path | None) -> OwnedRecords:
+        """In the engines' store, so that all its servers have them; without one in a folder, or in memory."""
         if records is not None:
             return OwnedRecords(records, shared=True)
         return OwnedRecords(SqliteRecords(None if folder is None else folder / RECORDS, store_key()), shared=False)

@@ -24,7 +24,6 @@ SUMMARY = 1024  # tokens of a summary at most
 
 async def compact(service: Service, request: Request, body: ResponseBody) -> ASGIApp:
     """Nothing is stored. Where the conversation is too long to be read, its oldest turns are not in the summary."""
-    service.settings.check_model(body.model)
     asked = await prepare(service, kept_responses(request), body)
     said = [message.content for message in asked.chat.messages if message.role == "user"]
     asked = replace(asked, chat=replace(asked.chat, messages=(*asked.chat.messages, Message("user", ASK))))

@@ -228,7 +228,6 @@ def shown_text(given: TextOptions | None) -> dict[str, Any]:
 
 
 async def create_response(service: Service, request: Request, body: ResponseBody) -> ASGIApp:
-    service.settings.check_model(body.model)
     kept, id = kept_responses(request), new_id("resp_")
     if (key := idempotency_key(request, body)) is not None and body.store is not False:
         id = f"resp_{key[:48]}"  # the request that is repeated finds its response by it

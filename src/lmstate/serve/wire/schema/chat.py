@@ -98,6 +98,7 @@ class ChatBody(ChatFields, kw_only=True):
 class PromptBody(ChatFields, kw_only=True):
     """A prompt, or the messages of one."""
 
+    model: str | None = None
     prompt: Prompts | None = None
     messages: ChatMessages | None = None
 
@@ -105,6 +106,7 @@ class PromptBody(ChatFields, kw_only=True):
 class TokenizeBody(ChatFields, kw_only=True):
     """`/tokenize`"""
 
+    model: str | None = None
     prompt: str | None = None
     content: str | None = None
     messages: ChatMessages | None = None
@@ -117,4 +119,5 @@ class TokenizeBody(ChatFields, kw_only=True):
 class DetokenizeBody(Struct, kw_only=True):
     """`/detokenize`"""
 
+    model: str | None = None
     tokens: TokenIds

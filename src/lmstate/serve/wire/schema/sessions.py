@@ -13,6 +13,7 @@ from lmstate.serve.wire.schema.common import Generating, JsonObject, Positive, S
 class SessionBody(Struct, kw_only=True):
     """`/v1/sessions`, `/v1/sessions/{name}/fork`"""
 
+    model: str | None = None
     name: str | None = None
 
 
