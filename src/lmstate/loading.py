@@ -30,7 +30,7 @@ def load(
     activations: Literal["auto", 8, 16] = "auto",
     context_size: int | None = None,
 ) -> Model:
-    """Load a model by alias ("smollm2"), directory, `.gguf` file or Hub id.
+    """Load a model by alias ("smollm2"), directory, `.gguf` file or Hub id ("organization/name@revision").
 
     weights: storage of the matrices, "auto", "int4" (embeddings, heads, what a file holds in more bits and what would
     lose too much are int8, the last with a `UserWarning`), "int8", "bfloat16" or "float32"; "auto" keeps the precision
@@ -53,6 +53,7 @@ def load(
     Raises `ModelError` (a `ValueError`) for a checkpoint that is damaged or not supported, `OSError` for files that are
     missing or cannot be fetched.
     """
+    from lmstate.checkpoints.hub import commit_of
     from lmstate.checkpoints.open import open_checkpoint
     from lmstate.models.families import build
 
@@ -88,6 +89,7 @@ def load(
     model.name = str(name)
     model.defaults = defaults
     model.notes = (*opened.source.notes, *opened.source.conversions)
+    model.commit = commit_of(opened.source.path)
     model.folder = opened.source.path if opened.source.path.is_dir() else None
     model._tokenizer = tokenizer
     eos = defaults.get("eos_token_id")

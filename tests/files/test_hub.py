@@ -4,6 +4,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import httpx
 import pytest
 
 from lmstate.checkpoints import hub
@@ -93,7 +94,24 @@ def test_paths_are_themselves(tmp_path, cache):
     assert hub.resolve(file) == file and hub.resolve(str(tmp_path)) == tmp_path
 
 
-@pytest.mark.parametrize("name", ["nowhere", "no/such/path", "../up", "a b/c", "", "/gone/model.gguf", "no/model.gguf"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nowhere",
+        "no/such/path",
+        "../up",
+        "a b/c",
+        "",
+        "/gone/model.gguf",
+        "no/model.gguf",
+        "a/b@",
+        "a/b@/m.gguf",
+        "a/b@c@d",
+        "a@b/c",
+        "a/b@../c",
+        "a/b@main/x.bin",
+    ],
+)
 def test_a_name_that_is_nothing_lists_what_could_be(cache, name):
     with pytest.raises(FileNotFoundError, match="tiny"):
         hub.resolve(name)
@@ -102,7 +120,7 @@ def test_a_name_that_is_nothing_lists_what_could_be(cache, name):
 def test_a_hub_model_offline_says_so(cache, monkeypatch):
     import huggingface_hub
 
-    def offline(name, allow_patterns):
+    def offline(name, revision, allow_patterns):
         assert not any(pattern.endswith((".bin", ".py", "*")) for pattern in allow_patterns)
         raise huggingface_hub.errors.LocalEntryNotFoundError("no")
 
@@ -170,7 +188,7 @@ def test_all_the_files_of_a_model_on_the_hub_are_fetched(monkeypatch, tmp_path, 
 
     asked = []
 
-    def download(repository, name):
+    def download(repository, name, revision):
         asked.append((repository, name))
         return str(tmp_path / name)
 
@@ -180,3 +198,57 @@ def test_all_the_files_of_a_model_on_the_hub_are_fetched(monkeypatch, tmp_path, 
         f"{file[:-19]}{part:05d}-of-{file[-10:]}" for part in range(1, int(file[-6]) + 1)
     ]
     assert asked == [("who/what", each) for each in wanted]
+
+
+def hub_of(monkeypatch, folder, commits):
+    """A Hub whose revisions are these commits, one after the other as it is asked; returns what it was asked for."""
+    import huggingface_hub
+
+    asked, coming = [], {revision: iter(found) for revision, found in commits.items()}
+
+    def found(repository, revision):
+        asked.append((repository, revision))
+        if revision not in (*coming, FIRST, SECOND):
+            raise huggingface_hub.errors.RevisionNotFoundError(
+                "no", response=httpx.Response(404, request=httpx.Request("GET", "https://hub"))
+            )
+        commit = next(coming[revision]) if revision in coming else revision
+        return folder / f"models--{repository.replace('/', '--')}" / "snapshots" / commit
+
+    def snapshot(repository, revision, allow_patterns):
+        return str(found(repository, revision))
+
+    def download(repository, name, revision):
+        return str(found(repository, revision) / name)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    return asked
+
+
+FIRST, SECOND = "1" * 40, "2" * 40
+
+
+@pytest.mark.parametrize("revision", [None, "main", "v1.0", FIRST])
+def test_a_revision_on_the_hub_is_that_commit(monkeypatch, tmp_path, revision):
+    asked = hub_of(monkeypatch, tmp_path, {revision: [FIRST]})
+    name = "who/what" if revision is None else f"who/what@{revision}"
+    path = hub.resolve(name)
+    assert (asked, hub.commit_of(path), hub.name_of(path)) == ([("who/what", revision)], FIRST, "who/what")
+
+
+def test_all_the_files_of_a_model_are_of_one_commit(monkeypatch, tmp_path):
+    asked = hub_of(monkeypatch, tmp_path, {"main": [FIRST, SECOND]})
+    path = hub.resolve("who/what@main/m-00002-of-00002.gguf")
+    assert hub.commit_of(path) == FIRST
+    assert asked == [("who/what", "main"), ("who/what", FIRST)]
+
+
+def test_another_commit_than_the_one_that_was_asked_for_is_refused(monkeypatch, tmp_path):
+    hub_of(monkeypatch, tmp_path, {FIRST: [SECOND, SECOND], "main": [SECOND]})
+    for name in (f"who/what@{FIRST}", f"who/what@{FIRST}/m.gguf"):
+        with pytest.raises(ModelError, match=f"commit {FIRST}.*was asked for, and {SECOND}"):
+            hub.resolve(name)
+    with pytest.raises(FileNotFoundError, match="no revision 'other'"):
+        hub.resolve("who/what@other")
+    assert hub.commit_of(tmp_path) is None

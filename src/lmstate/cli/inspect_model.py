@@ -33,6 +33,7 @@ def model_rows(model: Model) -> list[tuple[str, str]]:
         ("weights", _weights(weights)),
         ("computes in", f"{str(model.dtype).removeprefix('torch.')} on {told_devices(model.devices)}"),
         ("suggested sampling", _sampling(model)),
+        *([] if model.commit is None else [("commit", model.commit)]),
         *(("note", note) for note in model.notes),
     ]
 

@@ -85,6 +85,7 @@ class Model:
     defaults: dict[str, Any] = field(default_factory=dict)  # sampling that the checkpoint's makers suggest
     notes: tuple[str, ...] = ()  # what was guessed of the checkpoint, and what is held in another storage than its own
     folder: Path | None = None  # of the checkpoint, where it is one
+    commit: str | None = None  # of the Hub's repository that it comes from
     _tokenizer: Tokenizer | None = None
     _fingerprint: str | None = None
     on_part: Callable[[int, int], None] | None = field(default=None, init=False)
