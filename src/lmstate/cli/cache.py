@@ -7,6 +7,7 @@ import shutil
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from time import time
 from typing import Annotated
 
 import typer
@@ -14,6 +15,7 @@ import typer
 from lmstate.cli.output import size, table
 
 DOWNLOAD, CONVERSION = re.compile(r"[0-9a-f]{16}"), re.compile(r"[0-9a-f]{32}")
+DAY = 24 * 3600.0  # seconds
 SHOWN = 12  # characters of a name that `list` shows; `remove` takes any beginning that is clear
 
 cache = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List and remove downloads and conversions.")
@@ -115,6 +117,31 @@ def remove(
     for each in chosen:
         shutil.rmtree(each.path)
         print(f"removed {each.kind} {each.path.name[:SHOWN]}")
+    print(f"{size(freed)} freed")
+
+
+@cache.command("prune")
+def prune() -> None:
+    """Remove conversions whose model is gone, and what downloads that broke off have left for a day.
+
+    \b
+    Examples:
+      lmstate cache prune
+    """
+    from lmstate.checkpoints.conversion_cache import recorded_source
+    from lmstate.checkpoints.hub import cache_dir
+
+    def lasts(source: str | None) -> bool:
+        return source is not None and Path(source).exists()
+
+    made = [each.path for each in entries(cache_dir()) if each.kind == "conversion"]
+    gone = [path for path in made if not lasts(recorded_source(path))]
+    broken = [path for path in (cache_dir() / "models").glob("*/.fetch-*") if time() - path.stat().st_mtime > DAY]
+    freed = 0
+    for path in (*gone, *broken):
+        freed += sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        shutil.rmtree(path)
+        print(f"removed {path.relative_to(cache_dir())}")
     print(f"{size(freed)} freed")
 
 
