@@ -19,6 +19,7 @@ from lmstate.engine.tiers import SavedSession, Tier
 from lmstate.engine.tiers.fetch import Patience
 from lmstate.engine.tiers.records import Commit, moved
 from lmstate.text.replay import Replay
+from lmstate.vision.reader import named
 
 if TYPE_CHECKING:
     from lmstate.models.model import Model
@@ -179,7 +180,8 @@ class Conversations:
             if self._sessions.get(session.name) is not session:
                 return  # it was closed
         needed = [*(mark.tokens for mark in record.marks), len(record.tokens)]
-        pinned = [self._prefixes.pin(record.tokens[:at], session.salt) for at in needed if at]
+        text = record.prompt.identities
+        pinned = [self._prefixes.pin(text[:at], session.salt) for at in needed if at]
         self._pins[session] = [node for node in pinned if node is not None]
 
     def release(self, session: Session) -> None:
@@ -204,7 +206,7 @@ class Conversations:
         messages = [dict(message) for message in job.messages]
         if messages:
             messages.append({"role": "assistant", "content": choice.text})
-            self._replay.remember(messages, tokens, job.salt)
+            self._replay.remember(named(messages), tokens, job.salt)
         if session is None:
             request.finish(outcome)
             return
@@ -212,7 +214,7 @@ class Conversations:
         if job.key is not None and choice.finished is not None:
             prompt, sampled = len(job.prompt), list(choice.tokens)
             answer = KeyedAnswer(job.key, len(tokens), prompt, sampled, choice.text, choice.finished)
-        record = session.continued_by(tokens, messages, answer)
+        record = session.continued_by(replace(job.pictured, tokens=tokens), messages, answer)
         self.hold(session, record)
         if self._tier is None or session.closed:
             session.adopt(record)
@@ -260,7 +262,8 @@ class Conversations:
         """Have its messages found again as the tokens that they were."""
         for moment in (*record.turns, record.moment()):
             if moment.messages and record.messages[moment.messages - 1].get("role") == "assistant":
-                self._replay.remember(record.messages[: moment.messages], record.tokens[: moment.tokens], salt)
+                messages = named(record.messages[: moment.messages])
+                self._replay.remember(messages, record.tokens[: moment.tokens], salt)
 
 
 def _taken(name: str) -> ValueError:

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from threading import Condition, Event, Thread, current_thread
 from time import monotonic, sleep
@@ -30,7 +31,7 @@ from lmstate.engine.options import (
     as_bytes,
     check_length,
     check_salt,
-    prompt_ids,
+    read_prompt,
     refuse_no_messages,
 )
 from lmstate.engine.pace import Pace
@@ -50,9 +51,11 @@ from lmstate.speculation import DraftChoice, DraftReport
 from lmstate.state import BlockPool, Snapshot, State
 from lmstate.state.kv.policies.base import Policy
 from lmstate.state.kv.policies.per_layer import policies_of
+from lmstate.state.media import PICTURED
 from lmstate.state.validate import token_ids, whole_number
 from lmstate.text.replay import Replay
 from lmstate.threads import release_threads
+from lmstate.vision.reader import PicturePrompt, named, pictures_of
 
 if TYPE_CHECKING:
     from lmstate.models.model import Model
@@ -171,7 +174,7 @@ class Engine:
 
     def submit(
         self,
-        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | PicturePrompt,
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
@@ -183,7 +186,9 @@ class Engine:
         salt: str = "",
         **changes: Any,
     ) -> Request:
-        """Queue a request: a text, token ids, or chat messages. Returns at once.
+        """Queue a request: a text, token ids, chat messages, or what `Model.encode` made of them. Returns at once.
+
+        Pictures in messages go through the model's tower first, on the thread that calls: the engine goes on meanwhile.
 
         params    a `lmstate.SamplingParams`. Its fields can be given by name too, and count before it:
                   `submit(prompt, max_new_tokens=20, temperature=0.7)`
@@ -225,8 +230,8 @@ class Engine:
         def begin() -> Request:
             if idempotency_key is not None and (known := conversation.answered(idempotency_key)) is not None:
                 return self._told_again(known, conversation)
-            ids, messages = conversation.continued(prompt, partial(self._encoded, salt=conversation.salt))
-            return self._queued(ids, terms, messages, conversation, told)
+            whole, messages = conversation.continued(prompt, partial(self._encoded, salt=conversation.salt))
+            return self._queued(whole, terms, messages, conversation, told)
 
         return conversation.begin(begin, idempotency_key)
 
@@ -250,25 +255,31 @@ class Engine:
         request.finish(completion, delivery)
         return request
 
-    def _encoded(self, prompt: Any, salt: str) -> list[int]:
-        return prompt_ids(self.model, prompt, self._replay, salt)
+    def _encoded(self, prompt: Any, salt: str) -> PicturePrompt:
+        read = read_prompt(self.model, prompt, self._replay, salt)
+        if read.media and (why := self._new_state(1).refuses_media(read.tokens, read.media)) is not None:
+            raise ValueError(f"the prompt has pictures that do not fit: {why}")
+        return read
 
     def _thinking_format(self) -> ThinkingFormat:
         return ThinkingFormat.of(self.model.tokenizer)
 
     def _queued(
-        self, ids: list[int], terms: Terms, messages: Any, session: Session | None, told: list[list[int]]
+        self, prompt: PicturePrompt, terms: Terms, messages: Any, session: Session | None, told: list[list[int]]
     ) -> Request:
-        check_length(self.model, ids)
-        self._cost.refuse_too_long(len(ids) + max(map(len, told), default=0), self._reuse.memory)
-        request = Request(ids, self._wake, self._delivery, self._thinking_format)
+        check_length(self.model, prompt.tokens)
+        length = len(prompt.tokens) + max(map(len, told), default=0)
+        self._cost.refuse_too_long(length, self._reuse.memory, prompt.nbytes)
+        request = Request(prompt.tokens, self._wake, self._delivery, self._thinking_format)
         with self._changed:
             self.refuse_closed()
             if self._draining:
                 raise EngineClosed("the engine is being drained: it takes no more requests")
-            self._queue.add(Job(request, terms, self._order, messages, session, told))
+            self._queue.add(Job(request, terms, self._order, prompt, messages, session, told))
             self._order += 1
             self._scheduler.counts["requests"] += 1
+            self._scheduler.counts["pictures"] += len(prompt.media)
+            self._scheduler.counts["picture_seconds"] += prompt.seconds
             self._changed.notify_all()
         return request
 
@@ -300,9 +311,11 @@ class Engine:
     def encode(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """The ids of chat messages, this engine's answers as they were sampled; `variables` as in `Tokenizer.chat`.
 
-        Raises ValueError for what are no messages.
+        Raises ValueError for what are no messages, and for pictures in them, which `Model.encode` reads.
         """
         refuse_no_messages(messages)
+        if pictures_of(messages):
+            raise ValueError("messages with pictures were given, which are no ids alone: submit them, or Model.encode")
         return self._replay.encode(self.model.tokenizer, messages, **variables)
 
     def remember(self, messages: Sequence[Mapping[str, Any]], tokens: Sequence[int], **variables: Any) -> None:
@@ -312,7 +325,7 @@ class Engine:
         """
         refuse_no_messages(messages)
         tokens = token_ids(tokens, "the answer", self.model.config.vocab_size)
-        self._replay.remember(messages, tokens, **variables)
+        self._replay.remember(named(messages), tokens, **variables)
 
     def new_session(self, name: str, record: Record, salt: str = "") -> Session:
         """A conversation that begins with what is recorded. Raises ValueError if there is one of this name."""
@@ -326,10 +339,9 @@ class Engine:
     def load_session(self, name: str, path: str | os.PathLike[str], salt: str = "") -> Session:
         """A conversation from what `Session.save` wrote. Raises SnapshotError for a file that is none, or damaged."""
         snapshot = Snapshot.load(path)
-        if snapshot.media:
-            raise SnapshotError(f"{path} has pictures, which the engine does not take; restore it in a state")
         try:
             record = Record.from_json(list(snapshot.tokens), snapshot.notes)
+            record.media = list(snapshot.media)
         except ValueError as error:
             raise SnapshotError(f"{path} holds no session of lmstate: {error}") from None
 
@@ -344,17 +356,18 @@ class Engine:
 
     def save_session(self, record: Record, path: Path, salt: str = "") -> None:
         """Write a snapshot with a session's record in its notes."""
-        snapshot = self._called(lambda _: self._held(record.tokens, salt).snapshot(0))
+        snapshot = self._called(lambda _: self._held(record.prompt, salt).snapshot(0))
         replace(snapshot, notes=record.to_json()).save(path)
 
-    def held(self, tokens: Sequence[int], salt: str = "") -> dict[str, int]:
+    def held(self, tokens: Sequence[int] | PicturePrompt, salt: str = "") -> dict[str, int]:
         """Bytes of a state that has these tokens, by layer kind, as far as they are in memory: see `State.memory`."""
-        return self._called(lambda _: self._held(tokens, salt).memory())
+        prompt = tokens if isinstance(tokens, PicturePrompt) else PicturePrompt(list(tokens))
+        return self._called(lambda _: self._held(prompt, salt).memory())
 
-    def _held(self, tokens: Sequence[int], salt: str) -> State:
+    def _held(self, prompt: PicturePrompt, salt: str) -> State:
         """A state of what memory keeps of some tokens, the others queued. For the engine's thread."""
-        state = self._reuse.resume(list(tokens), salt)
-        state.queue(0, tokens[state.lengths[0] :])
+        state = self._reuse.resume(prompt, salt)
+        state.queue(0, prompt.tokens[state.lengths[0] :])
         return state
 
     def close_session(self, session: Session) -> None:
@@ -390,11 +403,13 @@ class Engine:
             self._changed.notify_all()
         return future
 
-    def explain(self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]], salt: str = "") -> Reuse:
+    def explain(
+        self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | PicturePrompt, salt: str = ""
+    ) -> Reuse:
         """Tokens of a prompt that would be reused now, and why not more."""
-        ids = self._encoded(prompt, salt)
+        read = self._encoded(prompt, salt)
 
-        return self._called(lambda _: self._reuse.explain(ids, salt))
+        return self._called(lambda _: self._reuse.explain(read, salt))
 
     def _called(self, function: Callable[[Model], Result]) -> Result:
         return function(self.model) if current_thread() is self._thread else self.call(function).result()
@@ -443,7 +458,8 @@ class Engine:
     def prefixes(self, tokens: Sequence[int] = (), salt: str | None = None) -> list[Prefix]:
         """The runs of tokens in the prefix store, those above first; each says whether `tokens` run through it.
 
-        `salt`: of the runs to tell of; None: all.
+        `tokens`: ids, or where pictures stand among them `PicturePrompt.identities`. `salt`: of the runs to tell of;
+        None: all.
         """
         return self._called(lambda _: list(prefixes(self._reuse.prefixes, self._decoded, tokens, salt)))
 
@@ -460,7 +476,14 @@ class Engine:
         return self._new_state(1).layout.rewind if self._reuse.prefixes.split.needs_carry else None
 
     def _decoded(self, ids: Sequence[int]) -> str:
-        return self.model.tokenizer.decode(ids, False) if self.model.has_tokenizer else " ".join(map(str, ids))
+        """The text of ids, and of numbers of pictures among them."""
+        decode = partial(self.model.tokenizer.decode, skip_special_tokens=False) if self.model.has_tokenizer else None
+        shown = []
+        for pictured, part in groupby(ids, key=lambda id: id >= PICTURED):
+            own = list(part)
+            text = " ".join(map(str, own)) if decode is None else decode(own)
+            shown.append(f"[{len(own)} positions of a picture]" if pictured else text)
+        return "".join(shown)
 
     def drain(self, seconds: float = 0.0) -> bool:
         """Take no more requests, and let those that run go on for so long; the others raise `Drained` then.

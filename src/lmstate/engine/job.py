@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lmstate.engine.tiers.fetch import Fetch, Lookup
     from lmstate.models.model import Model
     from lmstate.state import Snapshot, State
+    from lmstate.vision.reader import PicturePrompt
 
 
 AGING = 10.0  # seconds since it was submitted that are worth one step of priority
@@ -66,6 +67,7 @@ class Job:
         request: Request,
         terms: Terms,
         order: int,
+        prompt: PicturePrompt,
         messages: Sequence[Mapping[str, Any]] = (),
         session: Session | None = None,
         answered: Sequence[Sequence[int]] = (),
@@ -73,7 +75,8 @@ class Job:
         """`answered`: the tokens that each answer began with elsewhere; () if none did."""
         self.request = request
         self.prompt = request.prompt
-        self.text = array("q", self.prompt)  # the same, to be compared
+        self.pictured = prompt  # the same, with its pictures
+        self.text = array("q", prompt.identities)  # the same, to be compared
         self.params, self.priority, self.deadline = terms.params, terms.priority, terms.deadline
         self.itl = None if terms.itl is None else terms.itl / 1000  # seconds
         self.key, self.salt = terms.key, terms.salt
@@ -165,6 +168,7 @@ class Job:
                 drafted=sum(choice.drafted for choice in choices),
                 accepted=sum(choice.accepted for choice in choices),
                 queued=spent[0],
+                pictures=self.pictured.seconds,
                 prefill=spent[1],
                 decode=spent[2],
                 reuse=self.reuse,

@@ -49,9 +49,9 @@ class RowCost:
                 f"takes, needs about {need:,} with this model: give more memory"
             )
 
-    def refuse_too_long(self, tokens: int, memory: int) -> None:
-        """Raises CapacityError for a prompt that could not be read if it were alone."""
-        if (need := self(tokens)) > memory:
+    def refuse_too_long(self, tokens: int, memory: int, beside: int = 0) -> None:
+        """Raises CapacityError for a prompt, with `beside` bytes of pictures, that could not be read by itself."""
+        if (need := self(tokens) + beside) > memory:
             raise too_large(tokens, need, memory)
 
 

@@ -10,6 +10,7 @@ from lmstate.generation.params import SamplingParams, check_token
 from lmstate.generation.prompts import as_token_lists
 from lmstate.state.validate import token_ids, whole_number
 from lmstate.threads import available
+from lmstate.vision.reader import PicturePrompt, named, pictures_of
 
 if TYPE_CHECKING:
     import torch
@@ -36,11 +37,24 @@ def check_salt(salt: object) -> None:
         raise ValueError(f"salt is {salt!r:.80}; it must be a printable text of at most {MAX_SALT} characters")
 
 
-def prompt_ids(model: Model, prompt: Any, replay: Replay, salt: str = "") -> list[int]:
-    """The ids of a prompt: a text, ids, or chat messages; `(text,)` follows another text, and gets no begin token.
+def read_prompt(model: Model, prompt: Any, replay: Replay, salt: str = "") -> PicturePrompt:
+    """The ids and pictures of a prompt: a text, ids, chat messages, or what `Model.encode` gave.
 
-    Raises ValueError if it is none of these.
+    `(text,)` follows another text, and gets no begin token. Raises ValueError if it is none of these.
     """
+    if isinstance(prompt, PicturePrompt):
+        read = prompt
+    elif are_messages(prompt) and (pictures := pictures_of(prompt)):
+        texts = model.pictures().texts(pictures)
+        read = texts.prompt(replay.encode(texts, named(prompt), salt))
+    else:
+        read = PicturePrompt(_prompt_ids(model, prompt, replay, salt))
+    for token in read.tokens:
+        check_token(token, "the prompt", model.config.vocab_size)
+    return read
+
+
+def _prompt_ids(model: Model, prompt: Any, replay: Replay, salt: str) -> list[int]:
     if are_messages(prompt):
         ids = replay.encode(model.tokenizer, prompt, salt)
     elif isinstance(prompt, str):
@@ -52,8 +66,6 @@ def prompt_ids(model: Model, prompt: Any, replay: Replay, salt: str = "") -> lis
         if not single:
             raise ValueError(f"submit takes one prompt, and this is a list of {len(rows)}: submit each by itself")
         ids = rows[0]
-    for token in ids:
-        check_token(token, "the prompt", model.config.vocab_size)
     return ids
 
 

@@ -107,6 +107,7 @@ class Usage:
     generated: int
     drafted: int = 0
     accepted: int = 0
+    pictures: float = 0.0  # seconds of the tower, before it was queued
     queued: float = 0.0  # seconds until its first chunk
     prefill: float = 0.0  # from there to the first token
     decode: float = 0.0  # from there to the end

@@ -18,6 +18,7 @@ from lmstate.engine.tiers import Tier
 from lmstate.engine.tiers.fetch import SILENCE, Fetch, Lookup
 from lmstate.errors import StateError
 from lmstate.state import Snapshot, State
+from lmstate.vision.reader import PicturePrompt
 
 if TYPE_CHECKING:
     from lmstate.models.model import Model
@@ -110,7 +111,7 @@ class PrefixReuse:
             if unknown < WORTH_ASKING:
                 return False
             patience = min(max(2 * (self._pace.seconds(unknown) or 0.0), ASKING[0]), ASKING[1])
-            job.lookup = Lookup(self.tier, job.prompt, job.salt, patience, self._wake)
+            job.lookup = Lookup(self.tier, job.text, job.salt, patience, self._wake)
             self._lookups.append(job.lookup)
             return True
         if not job.lookup.ended:
@@ -120,12 +121,11 @@ class PrefixReuse:
     def begin(self, job: Job) -> State:
         """A state of one row for a request's prompt, with as much of it as need not be computed."""
         if job.params.prompt_logprobs is not None:
-            (state := self._new_state(1)).expect(0, len(job.prompt))
-            return state  # all of it is computed
+            return self._fresh(job.pictured)  # all of it is computed
         match = self.match(job.text, job.salt)
         if self.prefixes.missing(match):
             match = self.match(job.text, job.salt, only_memory=True)
-        if (restored := self._restored(match, len(job.prompt))) is None:
+        if (restored := self._restored(match, job.pictured)) is None:
             return self.begin(job)  # with less
         state, reused = restored
         job.request.computed = state.lengths[0]
@@ -135,42 +135,53 @@ class PrefixReuse:
         job.cuts |= self._worth_keeping(job.prompt, match)
         return state
 
-    def resume(self, text: list[int], salt: str, most: int | None = None) -> State:
+    def resume(self, prompt: PicturePrompt, salt: str, most: int | None = None) -> State:
         """A state of one row with what memory has of a text that was once read, at most so many of its tokens."""
+        text = prompt.identities
         match = self.match(text, salt, logits=False, only_memory=True)
         if most is not None and match.length > most:
             match = self.prefixes.match(text[:most], False, True, self._model.frequency_key(len(text)), salt)
-        restored = self._restored(match, len(text))
-        return self.resume(text, salt, most) if restored is None else restored[0]
+        restored = self._restored(match, prompt)
+        return self.resume(prompt, salt, most) if restored is None else restored[0]
 
     def match(self, text: Sequence[int], salt: str, logits: bool = True, only_memory: bool = False) -> Match:
         """The longest part of a text that needs not be computed."""
         return self.prefixes.match(text, logits, only_memory, self._model.frequency_key(len(text)), salt)
 
-    def _restored(self, match: Match, length: int) -> tuple[State, int] | None:
+    def _fresh(self, prompt: PicturePrompt) -> State:
+        """A state of one row that a text and its pictures are to be read in."""
+        state = self._new_state(1)
+        prompt.place(state)
+        state.expect(0, len(prompt.tokens))
+        return state
+
+    def _restored(self, match: Match, prompt: PicturePrompt) -> tuple[State, int] | None:
         """(a state of one row with what is stored of a match, how many of its tokens need not be computed).
 
-        `length`: of the whole text.
+        `prompt`: the whole text.
 
         None where it is of no such state, as a file that was made by someone else may be: it is forgotten.
         """
+        if (stored := self.prefixes.snapshot(match)) is None:
+            return self._fresh(prompt), 0
         state = self._new_state(1)
         try:
-            if (snapshot := self.prefixes.snapshot(match)) is None:
-                state.expect(0, length)
-                return state, 0
-            state.restore(0, snapshot)
+            state.restore(0, _of_text(stored, match.length, prompt))
             state.rewind(0, match.length)
-            state.expect(0, length)
-            return state, match.length - state.rewind_cost(0, match.length)
+            state.expect(0, len(prompt.tokens))
+            reused = match.length - state.rewind_cost(0, match.length)
         except (StateError, RuntimeError, IndexError):
             self.prefixes.discard(match)
             return None
+        for span in prompt.media:
+            if span.end > reused:
+                state.place(0, span.at, span.media)
+        return state, reused
 
-    def explain(self, prompt: list[int], salt: str) -> Reuse:
+    def explain(self, prompt: PicturePrompt, salt: str) -> Reuse:
         """Tokens of a prompt that would be reused now."""
-        match = self.match(prompt, salt)
-        return self.told(prompt, match, match.length)
+        match = self.match(prompt.identities, salt)
+        return self.told(prompt.tokens, match, match.length)
 
     def told(self, prompt: list[int], match: Match, reused: int) -> Reuse:
         differs = prompt[match.matched] if match.matched < len(prompt) else None
@@ -209,6 +220,16 @@ class PrefixReuse:
         # Carries are to take no more than the keys and values between them.
         carry, tokens = self.prefixes.split.sizes(snapshot)
         self._ladder = min(max(int(carry / max(tokens, 1)), LADDER[0]), LADDER[1])
+
+
+def _of_text(stored: Snapshot, length: int, prompt: PicturePrompt) -> Snapshot:
+    """A snapshot of the store, which has numbers where pictures stand, with the tokens and pictures of a text.
+
+    They agree in the first `length`; those of the store behind them are to be rewound, and any stand for them.
+    """
+    count = len(stored.tokens)
+    tokens = (*prompt.tokens[:count], *[0] * (count - len(prompt.tokens)))
+    return replace(stored, tokens=tokens, media=tuple(span for span in prompt.media if span.at < length))
 
 
 def _thinned(ends: list[int], length: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from time import perf_counter, sleep
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 COUNTERS = (
     "requests", "finished", "failed", "prompt_tokens", "reused_tokens", "computed_tokens", "generated_tokens",
-    "preempted",
+    "preempted", "pictures", "picture_seconds",
 )  # fmt: skip
 WORTH_WAITING = 16  # tokens that another request is about to compute, for which one waits
 TOGETHER = 0.5  # seconds that an answer may wait for the prompts of others, so that they begin together
@@ -453,7 +454,8 @@ class Scheduler:
             self.pool.join(choice, snapshot)
 
     def _resume(self, work: Preempted, _: Job) -> None:
-        work.state = self._reuse.resume(work.text, work.job.salt, len(work.job.prompt) if work.echo else None)
+        text = replace(work.job.pictured, tokens=work.text)
+        work.state = self._reuse.resume(text, work.job.salt, len(work.job.prompt) if work.echo else None)
         work.at = work.state.lengths[0]
 
     def _read_again(self, work: Preempted, job: Job) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,8 +19,11 @@ from lmstate.engine.results import EngineError, StoreUnreachable
 from lmstate.engine.tiers.records import CHANGES, SavedSession
 from lmstate.errors import RewindError, StateError
 from lmstate.generation.row import Finish
+from lmstate.state import MediaSpan
+from lmstate.state.media import spans_from_json, spans_to_json
 from lmstate.state.validate import whole_number
 from lmstate.text.nesting import refuse_deep
+from lmstate.vision.reader import PicturePrompt
 
 MARKS = 64
 UNDOS = 64
@@ -74,12 +78,23 @@ class Record:
     turns: list[Moment] = field(default_factory=list)  # before each request, for `undo`
     marks: list[Moment] = field(default_factory=list)
     answers: list[KeyedAnswer] = field(default_factory=list)
+    media: list[MediaSpan] = field(default_factory=list)  # pictures among the tokens
+
+    @property
+    def prompt(self) -> PicturePrompt:
+        """The tokens with their pictures."""
+        return PicturePrompt(list(self.tokens), tuple(self.media))
+
+    def followed_by(self, prompt: PicturePrompt) -> PicturePrompt:
+        """The tokens with those of a prompt behind them."""
+        behind = (MediaSpan(len(self.tokens) + span.at, span.media) for span in prompt.media)
+        return PicturePrompt([*self.tokens, *prompt.tokens], (*self.media, *behind), prompt.seconds)
 
     def moment(self) -> Moment:
         return Moment(len(self.tokens), len(self.messages))
 
     def copy(self) -> Record:
-        lists = (self.tokens, self.messages, self.turns, self.marks, self.answers)
+        lists = (self.tokens, self.messages, self.turns, self.marks, self.answers, self.media)
         return Record(*(list(part) for part in lists))  # type: ignore[arg-type]
 
     def back(self, to: Moment) -> None:
@@ -88,13 +103,16 @@ class Record:
         self.turns = [turn for turn in self.turns if turn.tokens <= to.tokens and turn.messages <= to.messages]
         self.marks = [mark for mark in self.marks if mark.tokens <= to.tokens and mark.messages <= to.messages]
         self.answers = [answer for answer in self.answers if answer.stop <= to.tokens]
+        self.media = [span for span in self.media if span.end <= to.tokens]
 
     def to_json(self) -> str:
         turns, marks = ([[at.tokens, at.messages] for at in moments] for moments in (self.turns, self.marks))
         told = {"messages": self.messages, "turns": turns, "marks": marks}
         if self.answers:
             told["answers"] = [vars(answer) for answer in self.answers]
-        return json.dumps(told, default=str)
+        if self.media:
+            told["media"] = spans_to_json(self.media)
+        return json.dumps(told, default=_to_json)
 
     @staticmethod
     def from_json(tokens: list[int], text: str) -> Record:
@@ -115,7 +133,28 @@ class Record:
         if not isinstance(answers := told.get("answers", []), list):
             raise ValueError("a session's answers are a list")
         known = [KeyedAnswer.from_json(answer, len(tokens)) for answer in answers[-ANSWERS:]]
-        return Record(tokens, messages, turns[-UNDOS:], marks[-MARKS:], known)
+        media = spans_from_json(told.get("media", []), tokens)
+        return Record(tokens, list(map(_with_bytes, messages)), turns[-UNDOS:], marks[-MARKS:], known, media)
+
+
+def _to_json(value: object) -> Any:
+    """The form of what JSON does not have: bytes of pictures, and what else a message may hold."""
+    return {"base64": b64encode(value).decode()} if isinstance(value, bytes) else str(value)
+
+
+def _with_bytes(message: dict[str, Any]) -> dict[str, Any]:
+    """A message of a record with the bytes of its pictures. Raises ValueError for damaged ones."""
+    if not isinstance(parts := message.get("content"), list):
+        return message
+    pictured = [isinstance(part, dict) and part.get("type") == "image" for part in parts]
+    return {**message, "content": [_decoded(part) if so else part for part, so in zip(parts, pictured)]}
+
+
+def _decoded(part: dict[str, Any]) -> dict[str, Any]:
+    image = part.get("image")
+    if not isinstance(image, dict) or not isinstance(text := image.get("base64"), str):
+        raise ValueError("a session's pictures are written in base64")
+    return {**part, "image": b64decode(text, validate=True)}
 
 
 def _places(values: object, *lengths: int) -> bool:
@@ -210,6 +249,10 @@ class Session:
             to = whole_number(to, "a position")
             if not 0 <= to <= len(record.tokens):
                 raise RewindError(f"rewind to {to} was asked for; the session has positions 0 to {len(record.tokens)}")
+            if inside := [span for span in record.media if span.at < to < span.end]:
+                raise RewindError(
+                    f"rewind to {to} was asked for, inside a picture: go back to {inside[0].at} or to {inside[0].end}"
+                )
             if to < len(record.tokens):
                 # Between two turns no messages stand for the tokens: text that is sent then goes on as plain text.
                 held = [at.messages for at in (*record.turns, *record.marks) if at.tokens == to]
@@ -257,15 +300,17 @@ class Session:
 
     # ---- for the engine
 
-    def continued(self, prompt: Any, encode: Callable[[Any], list[int]]) -> tuple[list[int], list[dict[str, Any]]]:
-        """(ids, messages) of the conversation with a prompt after it. No messages: it is plain text now.
+    def continued(
+        self, prompt: Any, encode: Callable[[Any], PicturePrompt]
+    ) -> tuple[PicturePrompt, list[dict[str, Any]]]:
+        """The conversation with a prompt after it, and its messages. No messages: it is plain text now.
 
-        `encode(prompt)`: the ids of a prompt by itself, text that follows a text given as `(text,)`.
+        `encode(prompt)`: of a prompt by itself, text that follows a text given as `(text,)`.
         """
         record = self._record
         if isinstance(prompt, str):
             if not record.messages and (record.tokens or not self._engine.chats):
-                return [*record.tokens, *encode((prompt,) if record.tokens else prompt)], []
+                return record.followed_by(encode((prompt,) if record.tokens else prompt)), []
             whole = [*record.messages, {"role": "user", "content": prompt}]
             return encode(whole), whole
         if are_messages(prompt):
@@ -274,7 +319,7 @@ class Session:
                 raise StateError("messages were sent, and the session holds plain text: send text or token ids")
             whole = told if said and told[0] == said[0] else [*said, *told]
             return encode(whole), whole
-        return [*record.tokens, *encode(prompt)], []
+        return record.followed_by(encode(prompt)), []
 
     def begin(self, make: Callable[[], Request], key: str | None = None) -> Request:
         """Let `make` begin a request. Raises `SessionBusy` while another runs, unless it has the same key."""
@@ -305,11 +350,11 @@ class Session:
         return next((answer for answer in self._record.answers if answer.key == key), None)
 
     def continued_by(
-        self, tokens: list[int], messages: list[dict[str, Any]], answer: KeyedAnswer | None = None
+        self, whole: PicturePrompt, messages: list[dict[str, Any]], answer: KeyedAnswer | None = None
     ) -> Record:
         """The record as it is after a turn that ended with these."""
-        record = self._record.copy()
-        same = common(record.tokens, tokens)
+        record, tokens = self._record.copy(), whole.tokens
+        same = common(record.prompt.identities, whole.identities)
         # The whole conversation may have been sent again, and differ early: what stood after that is gone.
         record.turns = [turn for turn in record.turns if turn.tokens <= same and turn.messages <= len(messages)]
         if same == len(record.tokens):
@@ -318,7 +363,7 @@ class Session:
         record.marks = [mark for mark in record.marks if mark.tokens <= same and mark.messages <= len(messages)]
         answers = [known for known in record.answers if known.stop <= same]
         record.answers = [*answers, *([] if answer is None else [answer])][-ANSWERS:]
-        record.tokens, record.messages = tokens, messages
+        record.tokens, record.messages, record.media = tokens, messages, list(whole.media)
         return record
 
     def adopt(self, record: Record, stored: SavedSession | None = None) -> None:

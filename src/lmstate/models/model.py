@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -51,6 +52,7 @@ KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_ROWS = 2**20  # of a state: more are a slip, and would fill the memory before anything is said
 HEAD_ROWS = 128  # rows of logits at a time: the references need as much memory again for them
 DEVICE_CHUNK = 2048  # tokens of a row that one forward takes where each operation is a launch; `Layout.chunk` elsewhere
+OPENING = Lock()  # held while a vision tower is loaded: requests with pictures may come together
 GRAPH_ROWS = 32  # of a compiled graph, and where a gradient follows
 
 
@@ -135,15 +137,22 @@ class Model:
         picture that is damaged or too large, `UnsupportedError` for a model whose pictures are not read, `ModelError`
         for a checkpoint or a chat template without what pictures need.
         """
-        from lmstate.vision.reader import PicturePrompt, PictureReader, has_pictures
+        from lmstate.vision.reader import PicturePrompt, pictures_of
 
-        if not has_pictures(messages):
-            return PicturePrompt(self.tokenizer.chat(messages, **variables), ())
-        if self._pictures is None:
-            if self.folder is None:
-                raise UnsupportedError("pictures are read by models of checkpoint folders that lmstate.load opened")
-            self._pictures = PictureReader.open(self.folder, self.tokenizer, self.device)
-        return self._pictures.encode(messages, **variables)
+        if not pictures_of(messages):
+            return PicturePrompt(self.tokenizer.chat(messages, **variables))
+        return self.pictures().encode(messages, **variables)
+
+    def pictures(self) -> PictureReader:
+        """The reader of its pictures, opened with the first call. Raises as `encode`."""
+        from lmstate.vision.reader import PictureReader
+
+        with OPENING:
+            if self._pictures is None:
+                if self.folder is None:
+                    raise UnsupportedError("pictures are read by models of checkpoint folders that lmstate.load opened")
+                self._pictures = PictureReader.open(self.folder, self.tokenizer, self.device)
+            return self._pictures
 
     @property
     def start_id(self) -> int | None:

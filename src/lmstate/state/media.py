@@ -17,6 +17,7 @@ from lmstate.state.validate import whole_number
 
 AXES = 3  # of positions: time, height, width
 FARTHEST = 2**31  # a position on an axis lies below
+PICTURED = 2**62  # `identities` of positions of pictures are as large or larger, token ids are not
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,12 @@ class Media:
     def extent(self) -> int:
         """Number of positions that the text behind it stands farther on for it."""
         return self.count if self.positions is None else int(self.positions.max()) + 1
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        """A number for each position, which depends on `hash` and on the place in it: at least `PICTURED`."""
+        digests = (hashlib.sha256(f"{self.hash} {at}".encode()).digest() for at in range(self.count))
+        return [PICTURED | int.from_bytes(digest[:8], "big") >> 2 for digest in digests]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -122,9 +129,8 @@ def identities(tokens: Sequence[int], spans: Spans) -> list[int]:
     """
     ids = list(tokens)
     for span in within(spans, 0, len(ids)):
-        for at in range(span.at, min(span.end, len(ids))):
-            digest = hashlib.sha256(f"{span.media.hash} {at - span.at}".encode()).digest()
-            ids[at] = 2**62 | int.from_bytes(digest[:8], "big") >> 2
+        stop = min(span.end, len(ids))
+        ids[span.at : stop] = span.media.numbers[: stop - span.at]
     return ids
 
 
@@ -197,6 +203,30 @@ def read_spans(where: object, record: Any, tensors: dict[str, Tensor]) -> Spans:
         positions = tensors.pop(f"media.{index}.positions", None)
         spans.append(MediaSpan(at, _read(where, Media(known, token, count, embeddings, positions))))
     return tuple(spans)
+
+
+def spans_to_json(spans: Iterable[MediaSpan]) -> list[Any]:
+    """Pictures without their embeddings: as in `span_record`, and the positions of each, or None."""
+    held = tuple(spans)
+    positions = (None if span.media.positions is None else span.media.positions.tolist() for span in held)
+    return [[*told, own] for told, own in zip(span_record(held), positions)]
+
+
+def spans_from_json(told: Any, tokens: Sequence[int]) -> list[MediaSpan]:
+    """Inverse of `spans_to_json`, of pictures among these tokens. Raises `SnapshotError` for damaged ones."""
+    where, tensors = "a text", {}
+    try:
+        for index, (*_, positions) in enumerate(told):
+            if positions is not None:
+                tensors[f"media.{index}.positions"] = torch.tensor(positions, dtype=torch.int64)
+        spans = read_spans(where, [each[:-1] for each in told], tensors)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise SnapshotError(f"{where} is damaged: what it says of its pictures is none: {str(error)[:80]}") from None
+    if wrong := misplaced(spans, 0, tokens):
+        raise SnapshotError(f"{where} is damaged: {wrong}")
+    if any(span.end > len(tokens) for span in spans):
+        raise SnapshotError(f"{where} is damaged: a picture ends behind it")
+    return list(spans)
 
 
 def _read(where: object, media: Media) -> Media:

@@ -736,6 +736,15 @@ class State:
             return "its positions have several axes, and a policy that evicts rotates by one: make a state without it"
         return None
 
+    def refuses_media(self, tokens: Sequence[int], spans: Sequence[MediaSpan]) -> str | None:
+        """Reason that no row can have these tokens and pictures; None if one can."""
+        for span in spans:
+            if (why := self._refuses_media(span.media)) is not None:
+                return f"the picture at {span.at} was refused: {why}"
+            if span.end > len(tokens):
+                return f"the picture at {span.at} ends at {span.end}, behind the last of {len(tokens)} tokens"
+        return refusal(tuple(spans), tokens, self._vocab_size, self._hidden_size, self._axes)
+
     def _check_media(self, row: int, own: Row, ids: Sequence[int]) -> None:
         if own.media and (why := misplaced(own.media, own.length, ids)) is not None:
             raise StateError(f"row {row} was given other tokens than its pictures have: {why}")

@@ -14,19 +14,31 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lmstate.errors import ModelError
 from lmstate.text.nesting import refuse_deep
 
 if TYPE_CHECKING:
-    from lmstate.text.tokenizer import Tokenizer
+    from lmstate.text.control_tokens import ControlTokens
 
 Message = Mapping[str, Any]
 
 MOST_TOKENS = 2**22  # of all conversations together
 MARKER = "\ue000answer\ue001"  # private characters, which no text means anything by
 THOUGHT = "</think>"
+
+
+class RendersChats(Protocol):
+    """The part of a `Tokenizer` that writes conversations."""
+
+    def chat_text(self, messages: Sequence[Message], **variables: Any) -> str: ...
+
+    def chat(self, messages: Sequence[Message], **variables: Any) -> list[int]: ...
+
+    def control_tokens(self) -> ControlTokens: ...
+
+    def encode_rendered(self, text: str, control: ControlTokens, /) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -76,7 +88,9 @@ class Replay:
         for form in forms:
             self.put(_links([*messages[:-1], form], variables, salt)[-1], Sampled(tokens))
 
-    def encode(self, tokenizer: Tokenizer, messages: Sequence[Message], salt: str = "", **variables: Any) -> list[int]:
+    def encode(
+        self, tokenizer: RendersChats, messages: Sequence[Message], salt: str = "", **variables: Any
+    ) -> list[int]:
         """The ids of chat messages up to where the next answer begins, the last known answer's as they were sampled.
 
         Raises ValueError for messages that are nested too deep.
@@ -86,7 +100,7 @@ class Replay:
             if messages[count - 1].get("role") == "assistant" and (known := self.get(links[count - 1])) is not None:
                 tail = _tail(tokenizer, messages, count, variables)
                 if tail is not None:
-                    return [*known.tokens, *tokenizer.encode(tail, add_special_tokens=False)]
+                    return [*known.tokens, *tail]
         return tokenizer.chat(messages, **variables)
 
 
@@ -119,14 +133,17 @@ def _links(messages: Sequence[Message], variables: Mapping[str, Any], salt: str)
     return chain(salt.encode() + _serialized(dict(variables)), stripped)
 
 
-def _tail(tokenizer: Tokenizer, messages: Sequence[Message], count: int, variables: Mapping[str, Any]) -> str | None:
-    """Template output after the text of message `count - 1`; None if that cannot be told."""
+def _tail(
+    tokenizer: RendersChats, messages: Sequence[Message], count: int, variables: Mapping[str, Any]
+) -> list[int] | None:
+    """The ids of what a template writes after the text of message `count - 1`; None if that cannot be told."""
     marked = {**messages[count - 1], "content": MARKER}
     marked.pop("tool_calls", None)
     marked.pop("reasoning_content", None)
+    control = tokenizer.control_tokens()
     try:
-        text = tokenizer.chat_text([*messages[: count - 1], marked, *messages[count:]], **variables)
+        text = tokenizer.chat_text(control.hide([*messages[: count - 1], marked, *messages[count:]]), **variables)
     except ModelError:
         return None
     _, marker, after = text.partition(MARKER)
-    return after if marker and MARKER not in after else None
+    return tokenizer.encode_rendered(after, control) if marker and MARKER not in after else None

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
+from threading import Lock
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from lmstate.errors import ModelError, StateError
-from lmstate.state.media import MediaSpan
+from lmstate.state.media import MediaSpan, identities
 from lmstate.vision.families import UNTILED
 from lmstate.vision.pictures import read_picture
 from lmstate.vision.tower import Tower
 
 if TYPE_CHECKING:
     from lmstate.state import State
+    from lmstate.text.control_tokens import ControlTokens
     from lmstate.text.tokenizer import Tokenizer
 
+Message = Mapping[str, Any]
+
 MOST_PICTURES = 64  # of a conversation
+MOST_PIXELS = 2**27  # of all of them together
 
 
 @dataclass(frozen=True)
 class PicturePrompt:
-    """The tokens of a conversation, and its pictures where they stand among them."""
+    """The tokens of a conversation, and its pictures where they stand among them. `seconds`: that the tower took."""
 
     tokens: list[int]
-    media: tuple[MediaSpan, ...]
+    media: tuple[MediaSpan, ...] = ()
+    seconds: float = field(default=0.0, compare=False)
 
     def place(self, state: State, row: int = 0) -> None:
         """Announce its pictures behind the tokens of a row, which `tokens` are then fed to."""
@@ -34,15 +43,29 @@ class PicturePrompt:
         for span in self.media:
             state.place(row, start + span.at, span.media)
 
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def identities(self) -> list[int]:
+        """Its tokens, with numbers of a picture's content where one stands."""
+        return identities(self.tokens, self.media)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its pictures."""
+        return sum(tensor.nbytes for span in self.media for tensor in span.media.tensors)
+
 
 class PictureReader:
-    """The tower, transformers' image processor and the tokenizer of a checkpoint that sees.
+    """The tower, transformers' image processor and the tokenizer of a checkpoint that sees. Safe for any thread.
 
     `processor`: transformers' own of the family, which writes the places of tiles; None where there are no tiles.
     """
 
     def __init__(self, tower: Tower, pixels: Any, processor: Any, tokenizer: Tokenizer) -> None:
         self.tower, self.pixels, self.processor, self.tokenizer = tower, pixels, processor, tokenizer
+        self._one = Lock()  # the pictures of one conversation at a time: they bound the memory, and leave processors
 
     @staticmethod
     def open(path: Path, tokenizer: Tokenizer, device: Any = "cpu") -> PictureReader:
@@ -58,52 +81,124 @@ class PictureReader:
             raise ModelError(f"transformers cannot read the processor of {path}: {str(error)[:200]}") from error
         return PictureReader(tower, made if untiled else made.image_processor, None if untiled else made, tokenizer)
 
-    def encode(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> PicturePrompt:
+    def encode(self, messages: Sequence[Message], **variables: Any) -> PicturePrompt:
         """See `Model.encode`."""
-        if (count := len(_pictures(messages))) > MOST_PICTURES:
+        texts = self.texts(pictures_of(messages))
+        return texts.prompt(texts.chat(named(messages), **variables))
+
+    def texts(self, pictures: Sequence[bytes]) -> PicturedTexts:
+        """A tokenizer for conversations with these pictures: runs the tower. Raises `StateError` for bad ones."""
+        if (count := len(pictures)) > MOST_PICTURES:
             raise StateError(f"the conversation has {count} pictures; it may have {MOST_PICTURES}")
-        pictures = [read_picture(content) for content in _pictures(messages)]
-        control = self.tokenizer.control_tokens()
-        text = self.tokenizer.chat_text(control.hide(_without_bytes(messages)), **variables)
-        mark = self.tokenizer.decode([self.tower.placeholder], skip_special_tokens=False)
-        if (count := text.count(mark)) != len(pictures):
+        begin = perf_counter()
+        with self._one:
+            images = []
+            for content in pictures:
+                images.append(read_picture(content))
+                if (size := sum(image.width * image.height for image in images)) > MOST_PIXELS:
+                    raise StateError(f"the pictures have {size} pixels and more; all may have {MOST_PIXELS} together")
+            try:
+                inputs = self.pixels(images=images, return_tensors="pt")
+                del images
+                mark, tiles = self.mark, self.tower.tiles(inputs)
+                if self.processor is None:
+                    places = [mark * len(self.tower.embed(tile)) for tile in tiles]
+                else:
+                    places = [self.processor.replace_image_token(inputs, index) for index in range(count)]
+                    for tile in tiles:
+                        self.tower.embed(tile)
+            except (ValueError, TypeError, KeyError) as error:
+                raise StateError(f"the model's processor does not take a picture: {str(error)[:200]}") from error
+        return PicturedTexts(self, inputs, list(map(name_of, pictures)), places, perf_counter() - begin)
+
+    @property
+    def mark(self) -> str:
+        """The text of the token that a chat template writes where a picture stands."""
+        return self.tokenizer.decode([self.tower.placeholder], skip_special_tokens=False)
+
+
+class PicturedTexts:
+    """The part of a tokenizer that renders conversations, for those with certain pictures, in their order.
+
+    A template's mark of a picture becomes the tokens of its places. `names`, `places`: the SHA-256 of each picture,
+    and the text of those tokens.
+    """
+
+    def __init__(self, reader: PictureReader, inputs: Any, names: list[str], places: list[str], seconds: float) -> None:
+        self._reader, self._inputs, self._names, self._places = reader, inputs, names, places
+        self._seconds = seconds
+
+    def prompt(self, tokens: list[int]) -> PicturePrompt:
+        """The pictures at their places in the tokens of a rendered conversation."""
+        with self._reader._one:
+            return PicturePrompt(tokens, self._reader.tower.media(self._inputs, tokens), self._seconds)
+
+    def chat_text(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
+        """As `Tokenizer.chat_text`, of messages as `named` gives them, with all pictures or the first ones.
+
+        Raises `ModelError` where the template leaves out a picture.
+        """
+        names = [part.get("sha256") for part in chain.from_iterable(map(_parts, messages)) if _is_picture(part)]
+        if names != self._names[: len(names)]:
+            raise ModelError("the pictures of the conversation stand in another order")
+        text = self._reader.tokenizer.chat_text(messages, add_generation_prompt, **variables)
+        mark, expected = self._reader.mark, len(names)
+        if (count := text.count(mark)) != expected:
             raise ModelError(
-                f"the chat template has {count} places {mark!r} for {len(pictures)} pictures: it takes none in some "
+                f"the chat template has {count} places {mark!r} for {expected} pictures: it takes none in some "
                 "message, or a message has that text"
             )
-        try:
-            inputs = self.pixels(images=pictures, return_tensors="pt")
-            if self.processor is None:
-                places = iter([mark * len(self.tower.embed(tile)) for tile in self.tower.tiles(inputs)])
-            else:
-                places = iter([self.processor.replace_image_token(inputs, index) for index in range(count)])
-        except (ValueError, TypeError, KeyError) as error:
-            raise StateError(f"the model's processor does not take a picture: {str(error)[:200]}") from error
-        tokens = self.tokenizer.encode_rendered(re.sub(re.escape(mark), lambda _: next(places), text), control)
-        return PicturePrompt(tokens, self.tower.media(inputs, tokens))
+        places = iter(self._places)
+        return re.sub(re.escape(mark), lambda _: next(places), text)
+
+    def chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """As `Tokenizer.chat`."""
+        control = self.control_tokens()
+        return self.encode_rendered(self.chat_text(control.hide(messages), **variables), control)
+
+    def control_tokens(self) -> ControlTokens:
+        return self._reader.tokenizer.control_tokens()
+
+    def encode_rendered(self, text: str, control: ControlTokens) -> list[int]:
+        return self._reader.tokenizer.encode_rendered(text, control)
 
 
-def has_pictures(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether some message of a conversation has a picture."""
-    return bool(_pictures(messages))
+def pictures_of(messages: Sequence[Message]) -> list[Any]:
+    """The contents of all pictures of a conversation, in order."""
+    return [part.get("image") for part in chain.from_iterable(map(_parts, messages)) if _is_picture(part)]
 
 
-def _pictures(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The contents of all pictures, in order."""
-    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
-    parts = (part for content in contents if isinstance(content, list | tuple) for part in content)
-    return [part.get("image") for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
+def named(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages with a picture's SHA-256 in place of its bytes: templates need to know where one is, not which."""
+    return [_named(message) for message in messages]
 
 
-def _without_bytes(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as a template sees them: it needs to know where a picture is, not which."""
-    plain = []
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list | tuple):
-            content = [
-                {"type": "image"} if isinstance(part, Mapping) and part.get("type") == "image" else part
-                for part in content
-            ]
-        plain.append({**message, "content": content})
-    return plain
+def _named(message: Message) -> dict[str, Any]:
+    if not any(map(_is_picture, _parts(message))):
+        return dict(message)
+    return {**message, "content": [_name(part) if _is_picture(part) else part for part in _parts(message)]}
+
+
+def _name(part: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(image := part.get("image"), bytes | bytearray | memoryview):
+        raise StateError(f"a picture is {image!r:.80}; give the bytes of a file")
+    return picture_part(name_of(image))
+
+
+def name_of(picture: bytes | bytearray | memoryview) -> str:
+    """The SHA-256 of a picture's file."""
+    return hashlib.sha256(picture).hexdigest()
+
+
+def picture_part(name: str) -> dict[str, Any]:
+    """A picture in a message, as a template sees it."""
+    return {"type": "image", "sha256": name}
+
+
+def _parts(message: Any) -> Iterator[Any]:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return iter(content if isinstance(content, list | tuple) else ())
+
+
+def _is_picture(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image"

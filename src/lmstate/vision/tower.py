@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,21 +43,18 @@ class Tower:
         Raises `UnsupportedError` for a family whose pictures lmstate does not read, and without the extra
         `lmstate[vision]`; `ModelError` where weights are missing.
         """
+        if not (path / "config.json").is_file():
+            raise UnsupportedError(f"{path} is no checkpoint folder; lmstate reads the vision towers of folders alone")
+        _refuse_family(_family(path))
         try:
             from transformers import AutoConfig, AutoModelForImageTextToText
         except ImportError as error:
             raise UnsupportedError("pictures need transformers and pillow: pip install 'lmstate[vision]'") from error
-        if not (path / "config.json").is_file():
-            raise UnsupportedError(f"{path} is no checkpoint folder; lmstate reads the vision towers of folders alone")
         try:
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ModelError(f"transformers cannot read the config of {path}: {str(error)[:200]}") from error
-        family = config.model_type
-        if family not in FAMILIES:
-            raise UnsupportedError(
-                f"pictures are not read by models of the family {family!r}; they are by {', '.join(sorted(FAMILIES))}"
-            )
+        _refuse_family(family := config.model_type)
         _without_text(config)
         try:
             with _quiet():
@@ -119,6 +117,21 @@ class Tower:
         while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > KEPT_BYTES:
             self._kept.popitem(last=False)
         return embeddings
+
+
+def _family(path: Path) -> str:
+    """The family of a checkpoint folder, read without transformers, which takes seconds to import."""
+    try:
+        return str(json.loads((path / "config.json").read_bytes())["model_type"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ModelError(f"{path / 'config.json'} names no model_type: {str(error)[:200]}") from None
+
+
+def _refuse_family(family: str) -> None:
+    if family not in FAMILIES:
+        raise UnsupportedError(
+            f"pictures are not read by models of the family {family[:80]!r}; they are by {', '.join(sorted(FAMILIES))}"
+        )
 
 
 def _without_text(config: Any) -> None:

@@ -178,7 +178,7 @@ class PrefixStore:
         length = snapshot.cached
         if length == 0:
             return False
-        tokens = snapshot.tokens[:length]
+        tokens = snapshot.identities[:length]
         logits = snapshot.logits if length == snapshot.length else None
         node, matched = walk(self._root(tree := (snapshot.frequency_key, salt)), tokens)
         now = next(self._clock)
