@@ -155,7 +155,7 @@ def test_what_a_provider_ran_itself_is_left_out_and_its_texts_are_read() -> None
     told = anthropic.read_chat(read({"messages": given}, CountBody))[0].messages
     assert [message.content for message in told] == ["D\ny\n?", "It is 5.", "Read\nT\ns\nx"]
     assert [call.name for call in told[1].calls] == ["find"]
-    for bad in ({**document, "source": {"type": "url", "url": "u"}}, {"type": "image"}, searched[0]):
+    for bad in ({**document, "source": {"type": "url", "url": "u"}}, {"type": "audio"}, searched[0]):
         with pytest.raises(ApiError, match=r"messages\[0\].content\[0\] is of type"):
             anthropic.read_chat(read({"messages": [{"role": "user", "content": [bad]}]}, CountBody))
 

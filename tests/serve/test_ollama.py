@@ -152,7 +152,7 @@ def test_embeddings_are_those_of_the_other_protocol(tiny: Running, client: ollam
     ("path", "body", "wrong"),
     [
         ("chat", {"messages": MESSAGES}, "model"),
-        ("chat", {"model": "tiny", "messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "images"),
+        ("chat", {"model": "tiny", "messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "pictures"),
         ("chat", {"model": "tiny", "messages": MESSAGES, "options": {"top_p": 7}}, "options.top_p"),
         ("chat", {"model": "tiny", "messages": MESSAGES, "format": {"type": "nonsense"}}, "format"),
         ("generate", {"model": "tiny", "prompt": "x", "template": "{{ .Prompt }}"}, "template"),

@@ -109,6 +109,12 @@ def serve(
     cors_origin: Annotated[
         list[str] | None, typer.Option("--cors-origin", metavar="ORIGIN", help="Pages that may ask; `*` for all.")
     ] = None,
+    allow_image_urls: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-image-urls", metavar="HOST", help="Fetch pictures from there; `*.example.com`, or `*` for all."
+        ),
+    ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Of an answer that sets no limit.")] = 4096,
     timeout: Annotated[
         float | None, typer.Option("--timeout", min=0.001, metavar="SECONDS", help="End answers after so long.")
@@ -189,6 +195,7 @@ def serve(
             request_timeout=timeout,
             max_priority=max_priority,
             given_name=names[0],
+            picture_hosts=tuple(allow_image_urls or ()),
             folder_lasts=lasts,
         )
         settings.check(allow_anonymous)

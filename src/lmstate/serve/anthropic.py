@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from lmstate.serve.answer.answers import Answer, AnsweredCall, Passage, usage_details
 from lmstate.serve.answer.handlers import json_response, log
 from lmstate.serve.answer.messages import Call, Chat, Message, without_volatile
+from lmstate.serve.answer.pictures import picture_mark
 from lmstate.serve.answer.sampling import sampling_params, stops
 from lmstate.serve.answer.service import ChatTask, Constraint, Service, ToolUse
 from lmstate.serve.openai.tools import chosen_name, kind_of, tool_name
@@ -29,6 +30,7 @@ from lmstate.serve.wire.schema.messages import (
     BlockContent,
     CountBody,
     DocumentBlock,
+    ImageBlock,
     MessagesBody,
     SearchResultBlock,
     TextBlock,
@@ -208,7 +210,7 @@ async def count_tokens(service: Service, request: Request, body: CountBody) -> A
 
 def read_chat(body: CountBody) -> tuple[Chat, ToolUse]:
     """The conversation of a body, and how its tools may be used."""
-    text = _texts(body.system, "system")
+    text, _ = _texts(body.system, "system")
     found = [Message("system", without_volatile(text))] if text else []
     for index, one in enumerate(body.messages):
         found += _read_message(one, f"messages[{index}]")
@@ -221,11 +223,29 @@ def read_chat(body: CountBody) -> tuple[Chat, ToolUse]:
     return Chat(tuple(found), use.tools, wanted, variables, continued, bool(body.control_tokens)), use
 
 
-def _texts(content: BlockContent | None, path: str) -> str:
-    """Text, or the text of blocks, each a line of its own."""
+def _texts(content: BlockContent | None, path: str) -> tuple[str, tuple[str, ...]]:
+    """(text, or that of blocks, each a line of its own; the URLs of pictures)."""
     if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(_text_block(block, f"{path}[{index}]") for index, block in enumerate(content))
+        return content or "", ()
+    texts, urls = [], []
+    for index, block in enumerate(content):
+        where = f"{path}[{index}]"
+        url = _picture(block, where) if kind_of(block, where, "text") == "image" else None
+        texts.append(_text_block(block, where) if url is None else picture_mark(url))
+        urls += [] if url is None else [url]
+    return "\n".join(texts), tuple(urls)
+
+
+def _picture(block: dict[str, Any], path: str) -> str:
+    """The URL of a picture: one with its data, where it came so."""
+    source = read(block, ImageBlock, path).source
+    if source.type == "url":
+        if source.url is None:
+            raise wrong(f"{path}.source.url", "a string", None)
+        return source.url
+    if source.data is None:
+        raise wrong(f"{path}.source.data", "a string", None)
+    return f"data:{source.media_type or 'image/png'};base64,{source.data}"
 
 
 def _text_block(block: dict[str, Any], path: str) -> str:
@@ -244,7 +264,7 @@ def _text_block(block: dict[str, Any], path: str) -> str:
             if document.source.data is None:
                 raise wrong(f"{path}.source.data", "a string", None)
             return "\n".join(filter(None, (document.title, document.context, document.source.data)))
-    raise ApiError(f"{path} is of type {kind!r}; this model reads text only", param=path)
+    raise ApiError(f"{path} is of type {kind!r}; text and pictures in messages are read here", param=path)
 
 
 def _read_message(given: AnthropicMessage, path: str) -> list[Message]:
@@ -253,6 +273,7 @@ def _read_message(given: AnthropicMessage, path: str) -> list[Message]:
     if isinstance(content, str):
         return [Message(role, content)]
     texts: list[str] = []
+    pictures: list[str] = []
     reasoning = ""
     calls: list[Call] = []
     results: list[Message] = []
@@ -266,8 +287,11 @@ def _read_message(given: AnthropicMessage, path: str) -> list[Message]:
             calls.append(Call(call.id, call.name, json.dumps(call.input or {}, ensure_ascii=False)))
         elif kind == "tool_result" and role == "user":
             result = read(block, ToolResultBlock, where)
-            text = _texts(result.content, f"{where}.content")
-            results.append(Message("tool", text, call_id=result.tool_use_id))
+            text, urls = _texts(result.content, f"{where}.content")
+            results.append(Message("tool", text, call_id=result.tool_use_id, pictures=urls))
+        elif kind == "image":
+            pictures.append(_picture(block, where))
+            texts.append(picture_mark(pictures[-1]))
         elif kind == "redacted_thinking" or (role == "assistant" and kind.endswith(ELSEWHERE)):
             continue
         else:
@@ -275,7 +299,7 @@ def _read_message(given: AnthropicMessage, path: str) -> list[Message]:
     if results and not texts:
         return results
     text = ("" if role == "assistant" else "\n").join(texts)
-    return [*results, Message(role, text, reasoning, tuple(calls))]
+    return [*results, Message(role, text, reasoning, tuple(calls), pictures=tuple(pictures))]
 
 
 def _tool_use(body: CountBody) -> ToolUse:

@@ -256,6 +256,8 @@ def read_prompt(service: Service, body: SendBody) -> tuple[Any, int]:
     if body.text is not None:
         return body.text, len(service.tokenizer.encode(body.text, add_special_tokens=False))
     said = read_messages(body.messages or ())
+    if any(one.pictures for one in said):
+        raise ApiError("a session takes no pictures over HTTP: send the conversation as a chat", param="messages")
     texts = [text for one in said for text in (one.content, *(call.arguments for call in one.calls))]
     return service.renderer.template_messages(said), sum(len(service.tokenizer.encode(text, False)) for text in texts)
 

@@ -27,6 +27,7 @@ class Settings:
     max_body: int = 16 * 2**20
     max_snapshot: int = 2**32  # of a session's file that a client sends
     max_new_tokens: int = 4096  # when a request does not say; the context ends an answer too
+    picture_hosts: tuple[str, ...] = ()  # that pictures may be fetched from; data URLs always may
     max_inputs: int = 2048  # prompts in one completions or embeddings request
     max_connections: int = 4096  # fewer where the limit of open files is lower
     header_timeout: float = 20.0

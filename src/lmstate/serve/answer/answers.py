@@ -237,6 +237,7 @@ def usage_details(usage: Any) -> dict[str, Any]:
         "differs_at": reuse.differs_at,
         "differs": reuse.differs,
         "forced_by": reuse.forced_by,
+        "pictures_ms": round(usage.pictures * 1000, 3),
         "queued_ms": round(usage.queued * 1000, 3),
         "prefill_ms": round(usage.prefill * 1000, 3),
         "decode_ms": round(usage.decode * 1000, 3),

@@ -6,10 +6,12 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lmstate.errors import ModelError
+from lmstate.serve.answer.pictures import PictureOpener, Pictures, without_marks
 from lmstate.serve.answer.reasoning import reasoning_of
 from lmstate.serve.tools import HERMES, Tool, ToolFormat, format_of
 from lmstate.serve.wire.body import MAX_DEPTH
@@ -17,8 +19,9 @@ from lmstate.serve.wire.errors import ApiError
 from lmstate.serve.wire.tenants import caller
 from lmstate.text.control_tokens import ControlTokens
 from lmstate.text.nesting import is_deeper
-from lmstate.text.replay import THOUGHT, Replay, chain
+from lmstate.text.replay import THOUGHT, RendersChats, Replay, chain
 from lmstate.text.tokenizer import Tokenizer
+from lmstate.vision.reader import PicturePrompt
 
 WORD = re.compile(r"\w+")
 FEW_WORDS = 200  # of a text that a template writes in another way
@@ -47,7 +50,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Message:
-    """One turn. `role` is system, user, assistant or tool."""
+    """One turn. `role` is system, user, assistant or tool; `pictures` has the URLs of those that `content` marks."""
 
     role: str
     content: str = ""
@@ -55,6 +58,7 @@ class Message:
     calls: tuple[Call, ...] = ()
     call_id: str | None = None  # of a tool's answer
     name: str | None = None
+    pictures: tuple[str, ...] = ()
 
     def canonical(self) -> list[Any]:
         """The message without what clients write in other ways when they send it back."""
@@ -90,36 +94,70 @@ class Chat:
 class Prompt:
     """A rendered conversation, whose last answer goes on if `continued`. `chain` identifies it, for `Replay`."""
 
-    tokens: list[int]
+    pictured: PicturePrompt
     text: str
     chain: bytes
     continued: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.pictured.tokens
 
 
 class Renderer:
     """Renders conversations with a model's own template, whatever roles and tools it knows."""
 
-    def __init__(self, tokenizer: Tokenizer, replay: Replay) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        replay: Replay,
+        open_pictures: PictureOpener | None = None,
+        hosts: Sequence[str] = (),
+    ) -> None:
+        """`open_pictures`: gives the model's reader of pictures; `hosts`: those that pictures may come from."""
         template = tokenizer.template_for(tools=True)
         self.replay = replay
         self.format: ToolFormat = format_of(template) or HERMES
         self.reasoning = reasoning_of(tokenizer.template_source) or reasoning_of(template)
         self._tokenizer = tokenizer
+        self._writer: RendersChats = tokenizer  # what writes conversations, with their pictures if they have some
+        self._pictures: Pictures | None = None
+        self._open_pictures, self._hosts = open_pictures, hosts
         self._knows_tools = template is not None and "tools" in template
 
-    def prompt(self, chat: Chat) -> Prompt:
-        """Render a conversation. Raises `ApiError` for one that the template refuses."""
+    def prompt(self, chat: Chat, tokens: list[int] | None = None) -> Prompt:
+        """Render a conversation. Raises `ApiError` for one that the template refuses, or whose pictures are not read.
+
+        `tokens`: those of the prompt, where they are known already.
+        """
+        return self._seeing(chat)._prompt(chat, tokens)
+
+    def _seeing(self, chat: Chat) -> Renderer:
+        """One that renders this conversation with its pictures, if it has some."""
+        if not (urls := [url for message in chat.messages for url in message.pictures]):
+            return self
+        if self._open_pictures is None:
+            raise ApiError("this model reads text only", param="messages")
+        contents = (message.content for message in chat.messages)
+        seeing = copy(self)
+        seeing._pictures = Pictures(urls, contents, self._open_pictures, self._hosts)
+        seeing._writer = seeing._pictures.texts
+        return seeing
+
+    def _prompt(self, chat: Chat, tokens: list[int] | None) -> Prompt:
         links = chain(caller().salt().encode() + chat.key(), [message.canonical() for message in chat.messages])
         chat, control = self._hidden(chat)
         text = self._text(chat, chat.messages)
-        tokens = None if chat.continued else self._replayed(chat, text, links, control)
+        if tokens is None and not chat.continued:
+            tokens = self._replayed(chat, text, links, control)
         if tokens is None:
             tokens = self._encode(text, control)
-        return Prompt(tokens, control.show(text), links[-1], chat.continued)
+        pictured = PicturePrompt(tokens) if self._pictures is None else self._pictures.texts.prompt(tokens)
+        return Prompt(pictured, control.show(text), links[-1], chat.continued)
 
     def _hidden(self, chat: Chat) -> tuple[Chat, ControlTokens]:
         """The conversation with control tokens in its texts hidden from the template and the tokenizer."""
-        control = self._tokenizer.control_tokens()
+        control = self._writer.control_tokens()
         if chat.control_tokens:
             return chat, control
         messages = tuple(_hidden(message, control) for message in chat.messages)
@@ -155,10 +193,11 @@ class Renderer:
         return [*tokens, *([] if end is None else [end]), *self._encode(rest, control)]
 
     def after(self, chat: Chat, answered: int, tokens: list[int], end: int | None) -> list[int] | None:
-        """The prompt of `chat` whose first `answered` messages are exactly `tokens`."""
-        chat, control = self._hidden(chat)
-        before = self._text(chat, chat.messages[:answered], generation=False)
-        return self._resume(tokens, end, before, self._text(chat, chat.messages), control)
+        """The tokens of `chat` whose first `answered` messages are exactly `tokens`."""
+        seeing = self._seeing(chat)
+        chat, control = seeing._hidden(chat)
+        before = seeing._text(chat, chat.messages[:answered], generation=False)
+        return seeing._resume(tokens, end, before, seeing._text(chat, chat.messages), control)
 
     def template_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Messages in the form that the template takes by itself, with nothing tried and nothing merged."""
@@ -174,7 +213,7 @@ class Renderer:
 
     def _encode(self, text: str, control: ControlTokens) -> list[int]:
         try:
-            return self._tokenizer.encode_rendered(text, control)
+            return self._writer.encode_rendered(text, control)
         except ValueError as error:
             raise ApiError(str(error), param="messages") from None
 
@@ -203,7 +242,7 @@ class Renderer:
                 for as_text in (False, True):
                     written = [self._template_message(message, as_text) for message in form]
                     try:
-                        text = self._tokenizer.chat_text(written, begun, **variables)
+                        text = self._writer.chat_text(written, add_generation_prompt=begun, **variables)
                     except ModelError as error:
                         refused = refused or error
                         continue
@@ -223,7 +262,8 @@ class Renderer:
         if not last.reasoning:
             return text + last.content
         with suppress(ModelError):
-            whole = self._tokenizer.chat_text([*written, self._template_message(last, False)], False, **variables)
+            messages = [*written, self._template_message(last, False)]
+            whole = self._writer.chat_text(messages, add_generation_prompt=False, **variables)
             at = whole.rfind(last.content.strip())
             if last.content.strip() and is_written(whole[:at], last.reasoning):
                 return whole[:at] + last.content.lstrip()
@@ -237,7 +277,9 @@ class Renderer:
         return opened + last.reasoning + closed
 
     def _template_message(self, message: Message, arguments_as_text: bool) -> dict[str, Any]:
-        given: dict[str, Any] = {"role": message.role, "content": message.content}
+        pictures = self._pictures
+        content = message.content if pictures is None else pictures.parts(message.content)
+        given: dict[str, Any] = {"role": message.role, "content": content}
         if message.reasoning:
             given |= {"reasoning_content": message.reasoning, "thinking": message.reasoning}
         if message.name:
@@ -284,7 +326,8 @@ class Renderer:
 
 def _hidden(message: Message, control: ControlTokens) -> Message:
     """The message with control tokens in its texts hidden."""
-    texts = {key: control.hide(value) for key, value in vars(message).items() if key not in ("role", "calls")}
+    hidden = ("content", "reasoning", "call_id", "name")
+    texts = {key: control.hide(value) for key, value in vars(message).items() if key in hidden}
     return replace(message, **texts, calls=tuple(_hidden_call(call, control) for call in message.calls))
 
 
@@ -304,7 +347,8 @@ def left_out(text: str, messages: Sequence[Message]) -> str | None:
     Thoughts of earlier answers do not count: templates leave them out on purpose.
     """
     for index, message in enumerate(messages):
-        content = message.content.rpartition(THOUGHT)[2] if message.role == "assistant" else message.content
+        content = without_marks(message.content)
+        content = content.rpartition(THOUGHT)[2] if message.role == "assistant" else content
         if not is_written(text, content):
             return f"messages[{index}].content"
         for number, call in enumerate(message.calls):

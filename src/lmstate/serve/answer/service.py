@@ -125,7 +125,7 @@ class Service:
         self.settings = settings
         self.vocab_size = engine.model.config.vocab_size
         self.grammars = Grammars(self.tokenizer, self.vocab_size)
-        self.renderer = Renderer(self.tokenizer, Replay())
+        self.renderer = Renderer(self.tokenizer, Replay(), self.model.pictures, settings.picture_hosts)
         self.metrics = Metrics(engine, settings.model_name)
         self.created = int(time())
         self.running: set[Request] = set()
@@ -150,8 +150,8 @@ class Service:
     ) -> Request:
         """Queue a request of the caller, its length cut to the context. Raises `ApiError`.
 
-        `prompt` is token ids, or what a `session` goes on with; then `length` is how many tokens it comes to, and
-        `idempotency_key` names the turn. Its prefixes are shared with the caller's others of the same `cache_salt`.
+        `prompt` is token ids, a `PicturePrompt`, or what a `session` goes on with; then `length` is how many tokens it
+        comes to, and `idempotency_key` names the turn. Its prefixes are shared with the caller's others of the same `cache_salt`.
         """
         if self.draining:
             raise ApiError("the server is shutting down", 503, code="shutting_down", retry_after=5)
@@ -227,9 +227,7 @@ class Service:
             params = replace(params, stop=())  # there is no text for it to end, and arguments are to be whole
 
         def prepare() -> tuple[Prompt, tuple[str, str] | None, AnswerMaker]:
-            prompt = self.renderer.prompt(chat)
-            if tokens is not None:
-                prompt = Prompt(tokens, prompt.text, prompt.chain)
+            prompt = self.renderer.prompt(chat, tokens)
             written = self._grammar(prompt, use, constraint)
             return prompt, written, self.maker(prompt, use, params, call_prefix)
 
@@ -241,7 +239,7 @@ class Service:
         if self.settings.log_prompts:
             log.info("prompt: %s", prompt.text)
         request = self.submit(
-            prompt.tokens,
+            prompt.pictured,
             replace(params, grammar=grammar),
             max_new_tokens=max_new_tokens,
             priority=priority,

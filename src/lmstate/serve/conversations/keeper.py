@@ -28,6 +28,7 @@ from lmstate.serve.wire.ids import new_id
 from lmstate.serve.wire.owned_records import STORE_ERRORS, OwnedRecords
 from lmstate.serve.wire.schema.sessions import PageSettings
 from lmstate.serve.wire.tenants import caller
+from lmstate.vision.reader import PicturePrompt
 
 if TYPE_CHECKING:
     from lmstate.engine import Request
@@ -419,7 +420,7 @@ class Keeper:
     def _reader(self, live: Live, answer: MessageNode) -> Answer:
         """A parser that makes text and reasoning of an answer's tokens."""
         tokens = live.conversation.tokens(answer)[: answer.start]
-        prompt = Prompt(tokens, self.service.tokenizer.decode(tokens[-64:], False), b"")
+        prompt = Prompt(PicturePrompt(tokens), self.service.tokenizer.decode(tokens[-64:], False), b"")
         return self.service.maker(prompt, ToolUse()).answers(1)[0]
 
     async def hold(self, conversation: Conversation, answer: MessageNode) -> None:

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from lmstate.serve.answer.answers import AnsweredCall, AnswerMaker
 from lmstate.serve.answer.handlers import json_response, log
 from lmstate.serve.answer.messages import Chat, Message, Prompt
+from lmstate.serve.answer.pictures import picture_mark
 from lmstate.serve.answer.sampling import check_ids, sampling_params, stops
 from lmstate.serve.answer.service import ChatTask, Constraint, Service, ToolUse
 from lmstate.serve.anthropic import as_object
@@ -23,7 +24,7 @@ from lmstate.serve.openai.tools import read_tools
 from lmstate.serve.tools import Reasoning, Text
 from lmstate.serve.tools.base import plain_text
 from lmstate.serve.wire.errors import ApiError, as_api_error
-from lmstate.serve.wire.schema.chat import ChatMessage
+from lmstate.serve.wire.schema.chat import ChatMessage, Content, ContentPart
 from lmstate.serve.wire.schema.common import Sampling
 from lmstate.serve.wire.schema.ollama import (
     OllamaAnswered,
@@ -33,6 +34,7 @@ from lmstate.serve.wire.schema.ollama import (
     OllamaOptions,
 )
 from lmstate.serve.wire.sse import EventStream, dumps, unless_gone
+from lmstate.vision.reader import PicturePrompt
 
 NDJSON = {"content-type": "application/x-ndjson"}
 
@@ -125,16 +127,21 @@ async def chat(service: Service, request: Request, body: OllamaChatBody) -> ASGI
 
 
 async def generate(service: Service, request: Request, body: OllamaGenerateBody) -> ASGIApp:
-    _refuse_images(body.images, "images")
-    if not body.prompt:
+    pictures = _pictures(body.images)
+    if not body.prompt and not pictures:
         return json_response({**_loaded(body), "response": ""})
+    prompt = body.prompt or ""
     plain = body.raw or body.suffix or not service.engine.chats
+    if plain and pictures:
+        raise ApiError("images are given with raw or suffix, and no template has places for them", param="images")
     if plain:
-        task = await _continued(service, request, body, prompt_ids(service, body.prompt, "prompt", body.suffix))
+        task = await _continued(service, request, body, prompt_ids(service, prompt, "prompt", body.suffix))
     else:
         thinking, variables = _thinking(body)
         messages = [Message("system", body.system)] if body.system else []
-        asked = Chat((*messages, Message("user", body.prompt)), thinking=thinking, variables=variables)
+        content = "\n".join((*map(picture_mark, pictures), prompt))
+        said = (*messages, Message("user", content, pictures=pictures))
+        asked = Chat(said, thinking=thinking, variables=variables)
         task = await _answered(service, request, body, asked, ToolUse(), body.context)
     answer = OllamaAnswer(service, task, body.model, False, bool(body.logprobs), context=not body.raw)
     return await _respond(service, body, answer)
@@ -187,7 +194,7 @@ async def _continued(service: Service, request: Request, body: OllamaAnswered, t
         grammar = await unless_gone(request.receive, checked)
     made = service.submit(tokens, replace(params, grammar=grammar), max_new_tokens=_limit(body.options))
     maker = AnswerMaker(service.tokenizer, plain_text, (), params.stops, min_tokens=params.min_tokens)
-    return ChatTask(Prompt(tokens, "", b""), made, maker.answers(1), request.receive)
+    return ChatTask(Prompt(PicturePrompt(tokens), "", b""), made, maker.answers(1), request.receive)
 
 
 def _params(service: Service, body: OllamaAnswered) -> Any:
@@ -227,13 +234,11 @@ def _thinking(body: OllamaAnswered) -> tuple[bool | None, dict[str, Any]]:
 
 def read_messages(given: list[OllamaMessage]) -> tuple[Message, ...]:
     """Messages as those of a chat; results of calls without ids are in the order of the calls."""
-    for index, one in enumerate(given):
-        _refuse_images(one.images, f"messages[{index}].images")
     return fields.read_messages(
         [
             ChatMessage(
                 role=one.role,
-                content=one.content or "",
+                content=_content(one),
                 name=one.tool_name,
                 tool_calls=one.tool_calls,
                 tool_call_id=one.tool_call_id or "",
@@ -244,9 +249,18 @@ def read_messages(given: list[OllamaMessage]) -> tuple[Message, ...]:
     )
 
 
-def _refuse_images(images: list[Any] | None, path: str) -> None:
-    if images:
-        raise ApiError(f"{path} are given; this model reads text only", param=path)
+def _content(message: OllamaMessage) -> Content:
+    """Its text, behind its pictures if it has some."""
+    text = message.content or ""
+    if not (pictures := _pictures(message.images)):
+        return text
+    shown = [ContentPart(type="image_url", image_url=url) for url in pictures]
+    return [*shown, ContentPart(type="text", text=text)]
+
+
+def _pictures(images: list[str] | None) -> tuple[str, ...]:
+    """The data URLs of pictures in base64. Their files say themselves of what kind they are."""
+    return tuple(f"data:image/png;base64,{image}" for image in images or ())
 
 
 def _checked(service: Service, context: list[int]) -> list[int]:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from lmstate.serve.answer.answers import Answer, usage_details
 from lmstate.serve.answer.grammar import Grammars
 from lmstate.serve.answer.messages import Call, Message
+from lmstate.serve.answer.pictures import picture_mark
 from lmstate.serve.answer.service import Constraint, Service
 from lmstate.serve.tools.custom import arguments_of
 from lmstate.serve.wire.body import wrong
 from lmstate.serve.wire.errors import ApiError
-from lmstate.serve.wire.schema.chat import ChatCall, ChatMessage, Content, ContentPart, ThinkingFields
+from lmstate.serve.wire.schema.chat import ChatCall, ChatMessage, Content, ContentPart, ImageUrl, ThinkingFields
 from lmstate.serve.wire.schema.common import Generating, JsonSchema, ResponseFormat, StructuredOutputs
 
 if TYPE_CHECKING:
@@ -22,39 +23,55 @@ if TYPE_CHECKING:
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 TEXT_PARTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
+PICTURE_PARTS = ("image_url", "input_image")
 UNTHINKING = ("none", "minimal")  # efforts
 
 
 def read_messages(given: Sequence[ChatMessage], path: str = "messages") -> tuple[Message, ...]:
-    """The `messages` of a chat. Raises `ApiError` for parts that no text model has a use for."""
+    """The `messages` of a chat. Raises `ApiError` for parts that no model here has a use for."""
     return tuple(_read_message(one, f"{path}[{index}]") for index, one in enumerate(given))
 
 
 def _read_message(given: ChatMessage, path: str) -> Message:
-    content = read_content(given.content, f"{path}.content", given.role)
+    content, pictures = read_content(given.content, f"{path}.content", given.role)
     calls = tuple(_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(given.tool_calls or ()))
     if given.role == "tool":
         if given.tool_call_id is None:
             raise wrong(f"{path}.tool_call_id", "a string", None)
-        return Message("tool", content, call_id=given.tool_call_id, name=given.name)
+        return Message("tool", content, call_id=given.tool_call_id, name=given.name, pictures=pictures)
     reasoning = given.reasoning_content or given.reasoning or ""
     if given.content is None and given.role != "assistant":  # whose answer may have been empty
         raise wrong(f"{path}.content", "a string or an array of parts", None)
-    return Message(ROLES[given.role], content, reasoning, calls, name=given.name)
+    return Message(ROLES[given.role], content, reasoning, calls, name=given.name, pictures=pictures)
 
 
-def read_content(content: Content | None, path: str, role: str = "assistant") -> str:
-    """Text, or the text of parts: those of an answer go on from each other, others are lines of their own."""
+def read_content(content: Content | None, path: str, role: str = "assistant") -> tuple[str, tuple[str, ...]]:
+    """(text, or that of parts: those of an answer go on from each other, others are lines; the URLs of pictures)."""
     if content is None or isinstance(content, str):
-        return content or ""
-    parts = [_part(part, f"{path}[{index}]") for index, part in enumerate(content)]
-    return ("" if role == "assistant" else "\n").join(parts)
+        return content or "", ()
+    urls = [_picture(part, f"{path}[{index}]") for index, part in enumerate(content)]
+    pairs = enumerate(zip(content, urls))
+    parts = [_part(part, f"{path}[{index}]") if url is None else picture_mark(url) for index, (part, url) in pairs]
+    return ("" if role == "assistant" else "\n").join(parts), tuple(url for url in urls if url is not None)
+
+
+def _picture(part: ContentPart, path: str) -> str | None:
+    """The URL of a picture; None for a part that is none."""
+    if part.type not in PICTURE_PARTS:
+        return None
+    given = part.image_url
+    url = given.url if isinstance(given, ImageUrl) else given
+    if url is None:
+        if part.file_id is not None:
+            raise ApiError(f"{path}.file_id is not supported here: send the picture in a data URL", param=path)
+        raise wrong(f"{path}.image_url", "a URL", None)
+    return url
 
 
 def _part(part: ContentPart, path: str) -> str:
     kind = part.type or "text"
     if kind not in (*TEXT_PARTS, "refusal"):
-        raise ApiError(f"{path} is of type {kind!r}; this model reads text only", param=path)
+        raise ApiError(f"{path} is of type {kind!r}; text and pictures are read here", param=path)
     text, name = (part.refusal, "refusal") if kind == "refusal" else (part.text, "text")
     if text is None:
         raise wrong(f"{path}.{name}", "a string", None)

@@ -129,14 +129,15 @@ def _add_item(item: ItemHead, path: str, messages: list[Message]) -> None:
     last = messages[-1] if messages and messages[-1].role == "assistant" else None
     match item:
         case MessageItem():
-            content = read_content(item.content, f"{path}.content", item.role)
+            content, pictures = read_content(item.content, f"{path}.content", item.role)
             if item.role == "assistant" and last is not None and (last.calls or not last.content):
-                messages[-1] = replace(last, content=last.content + content)
+                messages[-1] = replace(last, content=last.content + content, pictures=(*last.pictures, *pictures))
             else:
-                messages.append(Message(ROLES[item.role], content))
+                messages.append(Message(ROLES[item.role], content, pictures=pictures))
         case ReasoningItem():
-            text = read_content(item.content, f"{path}.content") or read_content(item.summary, f"{path}.summary")
-            messages.append(Message("assistant", reasoning=text))
+            text, _ = read_content(item.content, f"{path}.content")
+            summary, _ = read_content(item.summary, f"{path}.summary")
+            messages.append(Message("assistant", reasoning=text or summary))
         case FunctionCallItem() | CustomCallItem() | ShellCallItem():
             call = _call(item, path)
             if last is None:
@@ -147,7 +148,8 @@ def _add_item(item: ItemHead, path: str, messages: list[Message]) -> None:
             id = item.call_id or (item.id if item.type == "local_shell_call_output" else None)
             if id is None:
                 raise wrong(f"{path}.call_id", "a string", None)
-            messages.append(Message("tool", read_content(item.output, f"{path}.output", "tool"), call_id=id))
+            content, pictures = read_content(item.output, f"{path}.output", "tool")
+            messages.append(Message("tool", content, call_id=id, pictures=pictures))
         case CompactionItem():
             messages.append(Message("user", summary_of(item.encrypted_content, f"{path}.encrypted_content")))
 

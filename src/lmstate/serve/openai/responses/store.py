@@ -122,4 +122,5 @@ class ResponseStore:
 
 def _message(given: dict[str, Any]) -> Message:
     calls = tuple(Call(**call) for call in given.pop("calls"))
-    return Message(**given, calls=calls)
+    pictures = tuple(given.pop("pictures", ()))  # records of older versions have none
+    return Message(**given, calls=calls, pictures=pictures)

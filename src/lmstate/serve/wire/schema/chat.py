@@ -16,12 +16,21 @@ NoTemplate = Annotated[
 ]
 
 
+class ImageUrl(Struct, kw_only=True):
+    """Address of a picture: a data URL, or one of a host that the server allows."""
+
+    url: str
+    detail: str | None = None  # how closely it is looked at; models here have one way
+
+
 class ContentPart(Struct, kw_only=True):
-    """A part of a message: text."""
+    """A part of a message: text, or a picture."""
 
     type: str | None = None
     text: str | None = None
     refusal: str | None = None
+    image_url: str | ImageUrl | None = None
+    file_id: str | None = None
 
 
 Content = str | list[ContentPart]

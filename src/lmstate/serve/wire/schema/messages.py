@@ -40,6 +40,19 @@ class DocumentBlock(Struct, kw_only=True):
     context: str | None = None
 
 
+class ImageSource(Struct, kw_only=True):
+    """A picture: its data in base64, or where it is."""
+
+    type: Literal["base64", "url"]
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class ImageBlock(Struct, kw_only=True):
+    source: ImageSource
+
+
 class ThinkingBlock(Struct, kw_only=True):
     thinking: str | None = None
 

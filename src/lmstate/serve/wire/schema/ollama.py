@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -53,7 +53,7 @@ class OllamaMessage(Struct, kw_only=True):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: list[Any] | None = None
+    images: Annotated[list[str], Meta(max_length=64)] | None = None
     tool_calls: Annotated[list[ChatCall], Meta(max_length=1000)] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -75,7 +75,7 @@ class OllamaGenerateBody(OllamaAnswered, kw_only=True):
     template: NoTemplate = None
     raw: bool | None = None
     context: TokenIds | None = None
-    images: list[Any] | None = None
+    images: Annotated[list[str], Meta(max_length=64)] | None = None
 
 
 class OllamaEmbedBody(OllamaAsked, kw_only=True):

@@ -1,0 +1,64 @@
+"""Pictures in the texts of messages: a mark stands for each, so that joined texts keep them in their places."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from lmstate.errors import ModelError, StateError
+from lmstate.serve.wire.errors import ApiError
+from lmstate.serve.wire.picture_sources import picture_bytes
+from lmstate.vision.reader import MOST_PICTURES, name_of, picture_part
+
+if TYPE_CHECKING:
+    from lmstate.vision.reader import PicturedTexts, PictureReader
+
+PictureOpener: TypeAlias = "Callable[[], PictureReader]"
+# Private characters around the digest of a URL: a text that has them for a picture of its conversation means it.
+MARK = re.compile("\U000f0000([0-9a-f]{64})\U000f0001")
+
+
+def picture_mark(url: str) -> str:
+    """The text that stands for a picture in the content of a message, whose `pictures` have its URL."""
+    return f"\U000f0000{hashlib.sha256(url.encode()).hexdigest()}\U000f0001"
+
+
+def without_marks(text: str) -> str:
+    """A text without its pictures."""
+    return MARK.sub("", text)
+
+
+class Pictures:
+    """The pictures of a conversation, as its template and its tokenizer take them."""
+
+    def __init__(self, urls: Iterable[str], texts: Iterable[str], open: PictureOpener, hosts: Sequence[str]) -> None:
+        """`urls`: those that its messages have. `texts`: their contents, in order. Raises `ApiError`."""
+        known = {picture_mark(url): url for url in urls}
+        placed = [known[mark[0]] for text in texts for mark in MARK.finditer(text) if mark[0] in known]
+        if len(placed) > MOST_PICTURES:
+            raise ApiError(f"the conversation has {len(placed)} pictures; it may have {MOST_PICTURES}")
+        try:
+            reader = open()  # a model without pictures says so before any is fetched
+            files = {url: picture_bytes(url, hosts) for url in dict.fromkeys(placed)}
+            self.texts: PicturedTexts = reader.texts([files[url] for url in placed])
+        except (StateError, ModelError) as error:
+            raise ApiError(str(error), param="messages") from None
+        self._names: Mapping[str, str] = {mark: name_of(files[url]) for mark, url in known.items() if url in files}
+
+    def parts(self, content: str) -> list[dict[str, Any]]:
+        """The content of a message as parts of text and pictures."""
+        found: list[dict[str, Any]] = []
+        at = 0
+        for mark in MARK.finditer(content):
+            if (name := self._names.get(mark[0])) is not None:
+                found += [*text_parts(content[at : mark.start()]), picture_part(name)]
+                at = mark.end()
+        return [*found, *text_parts(content[at:])]
+
+
+def text_parts(text: str) -> list[dict[str, Any]]:
+    """A text as the parts of a message, without the line breaks that set pictures apart."""
+    stripped = text.strip("\n")
+    return [{"type": "text", "text": stripped}] if stripped else []
