@@ -48,14 +48,17 @@ def read_prompt(model: Model, prompt: Any, replay: Replay, salt: str = "") -> Pi
         texts = model.pictures().texts(pictures)
         read = texts.prompt(replay.encode(texts, named(prompt), salt))
     else:
-        read = PicturePrompt(_prompt_ids(model, prompt, replay, salt))
+        read = PicturePrompt(prompt_ids(model, prompt, replay, salt))
     for token in read.tokens:
         check_token(token, "the prompt", model.config.vocab_size)
     return read
 
 
-def _prompt_ids(model: Model, prompt: Any, replay: Replay, salt: str) -> list[int]:
+def prompt_ids(model: Model, prompt: Any, replay: Replay, salt: str = "") -> list[int]:
+    """The ids of a prompt of text alone, as `read_prompt` takes it. Raises ValueError for pictures too."""
     if are_messages(prompt):
+        if pictures_of(prompt):
+            raise ValueError("messages with pictures were given, and only text is taken here: submit them to an Engine")
         ids = replay.encode(model.tokenizer, prompt, salt)
     elif isinstance(prompt, str):
         ids = model.tokenizer.encode(prompt)

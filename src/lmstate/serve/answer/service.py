@@ -151,7 +151,8 @@ class Service:
         """Queue a request of the caller, its length cut to the context. Raises `ApiError`.
 
         `prompt` is token ids, a `PicturePrompt`, or what a `session` goes on with; then `length` is how many tokens it
-        comes to, and `idempotency_key` names the turn. Its prefixes are shared with the caller's others of the same `cache_salt`.
+        comes to, and `idempotency_key` names the turn. Its prefixes are shared with the caller's others of the same
+        `cache_salt`.
         """
         if self.draining:
             raise ApiError("the server is shutting down", 503, code="shutting_down", retry_after=5)
