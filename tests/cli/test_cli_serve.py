@@ -81,4 +81,6 @@ def test_the_name_of_a_model_does_not_tell_where_it_lies(tmp_path: Path, monkeyp
     for given in (f"{tmp_path}/a.gguf", "a.gguf", "./a.gguf"):
         assert served_name(given) == "a.gguf"
     assert served_name(str(tmp_path)) == served_name(".") == tmp_path.name
+    (tmp_path / "b.gguf").symlink_to("a.gguf")  # as the Hub's cache has its files
+    assert served_name("b.gguf") == "b.gguf"
     assert served_name("organization/name") == "organization/name"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -74,7 +75,7 @@ class EngineOptions:
 
 def served_name(model: str) -> str:
     """The name that clients ask by: of a file or a folder, not where it lies."""
-    return Path(model).resolve().name if Path(model).exists() else model
+    return Path(os.path.abspath(model)).name if Path(model).exists() else model  # a link's own name counts
 
 
 def models_in(folder: Path) -> list[str]:
