@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor
@@ -10,7 +11,8 @@ if TYPE_CHECKING:
     from lmstate.state import State
     from lmstate.text.tokenizer import Tokenizer
 
-Logits = Literal["last", "all", "none"]
+Logits = Literal["last", "all", "none"] | Sequence[int]
+"""The tokens whose logits are wanted: of each row the last one, all, none, or so many of the last ones."""
 
 
 class LanguageModel(Protocol):
@@ -50,6 +52,7 @@ class LanguageModel(Protocol):
     ) -> Tensor | None:
         """Extend the state by one list of tokens a row -> float32 `[rows, V]` at each row's last token.
 
-        logits="all" gives those of every token, "none" none; commit=False leaves the tokens pending.
+        logits="all" gives those of every token, "none" none, numbers those of so many last tokens of each row;
+        commit=False leaves the tokens pending.
         """
         ...

@@ -82,7 +82,7 @@ def test_who_ends_with_its_first_token_waits_for_no_step_of_others() -> None:
     with lmstate.Engine(ours("llama"), rows=2) as engine:
         stream = engine.submit([1, 2, 3], max_new_tokens=10**6, ignore_eos=True)
         next(iter(stream))
-        decode = engine._scheduler._decode
+        decode = engine._scheduler._compute
         asked: list[Request] = []
 
         def held() -> None:
@@ -95,7 +95,7 @@ def test_who_ends_with_its_first_token_waits_for_no_step_of_others() -> None:
             await asked[0]
             heard.set()
 
-        engine._scheduler._decode = held  # type: ignore[method-assign]
+        engine._scheduler._compute = held  # type: ignore[method-assign]
         asyncio.run(asyncio.wait_for(ask(), 30))
         stream.cancel()
 
@@ -104,8 +104,8 @@ def test_what_is_reused_is_known_before_the_prompt_is_read(monkeypatch: pytest.M
     model, prompt, go = ours("llama"), list(range(1, 60)), Event()
     with lmstate.Engine(model) as engine:
         engine.submit(prompt, max_new_tokens=1).result(300)
-        read = engine._scheduler._read
-        monkeypatch.setattr(engine._scheduler, "_read", lambda: go.wait(300) and read())
+        read = engine._scheduler._compute
+        monkeypatch.setattr(engine._scheduler, "_compute", lambda: go.wait(300) and read())
         request = engine.submit([*prompt, 1, 2, 3], max_new_tokens=1)
         reused = asyncio.run(asyncio.wait_for(request.begun(), 300))
         assert request.progress == (reused, 62)

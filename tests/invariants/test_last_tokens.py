@@ -32,14 +32,20 @@ MORE = [text(length, seed=length) for length in (5, 9, 1, 2)]
 def check(
     model: lmstate.Model, policy: Policies | None = None, bound: float = 0.0, rows: list[list[int]] = ROWS
 ) -> None:
-    """Logits of all, of the last and of no tokens, in several parts, and then those of more tokens."""
-    states = [model.new_state(len(rows), kv=policy) for _ in range(3)]
+    """Logits of all, of the last, of some and of no tokens, in several parts, and then those of more tokens."""
+    states = [model.new_state(len(rows), kv=policy) for _ in range(4)]
     for state in states:
         state.layout = type(state.layout)(**{**vars(state.layout), "chunk": 384 if rows is LONG else 16})
     every = model(rows, states[0], logits="all")
     last = model(rows, states[1], logits="last")
     assert every is not None and last is not None
     assert model(rows, states[2], logits="none") is None
+    counts = [(0, 3, len(ids), 1)[row % 4] if len(ids) > 2 else 1 for row, ids in enumerate(rows)]
+    some = model(rows, states[3], logits=counts, rewindable=[row % 2 == 0 for row in range(len(rows))])
+    assert some is not None and some.shape[:2] == (len(rows), max(counts))
+    for row, (ids, count) in enumerate(zip(rows, counts)):
+        torch.testing.assert_close(some[row, :count], every[row, len(ids) - count : len(ids)], rtol=0, atol=bound)
+        assert not some[row, count:].any()
     assert every.isfinite().all()
     expected = torch.stack([every[row, len(ids) - 1] for row, ids in enumerate(rows)])
     torch.testing.assert_close(last, expected, rtol=0, atol=bound)

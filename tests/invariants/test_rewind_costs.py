@@ -101,6 +101,28 @@ def test_back_into_tokens_that_were_not_rewindable_computes_them_again(case: str
         mirror.check()
 
 
+@pytest.mark.parametrize("case", FOLDS)
+@pytest.mark.parametrize("draft", [0, 3])
+def test_each_row_is_rewindable_for_itself(case: str, draft: int) -> None:
+    """One row decodes, or verifies a draft that is refused, beside chunks of a text that nobody goes back into."""
+    mirror = Mirror(ours(case), rows=2)
+    mirror.extend([text(30)[0].tolist(), []])
+    for turn in range(20):
+        chunk = text(20, seed=turn)[0].tolist()
+        tokens = [[7 + turn, *range(draft)], chunk]
+        logits = mirror.model(tokens, mirror.state, logits=[1 + draft, 0], commit=not draft, rewindable=[True, False])
+        assert logits is not None and logits.shape[1] == 1 + draft
+        if draft:
+            mirror.state.commit([1, len(chunk)])
+        mirror.rows[0].append(7 + turn)
+        mirror.rows[1] += chunk
+        length = mirror.state.lengths[0]
+        assert [mirror.state.rewind_cost(0, to) for to in range(length - 16, length + 1)] == [0] * 17
+    assert mirror.state.rewind_cost(1, 399) == 399
+    mirror.rewind(0, mirror.state.lengths[0] - 11)
+    mirror.check()
+
+
 @pytest.mark.parametrize("case", FULL)
 def test_full_attention_goes_anywhere_at_no_cost(case: str) -> None:
     mirror = Mirror(ours(case), rewind=0)

@@ -21,7 +21,7 @@ from lmstate.engine.tiers.sqlite_records import SqliteRecords
 # Where a turn is: before (False) or after (True) a call.
 PHASES: dict[str, tuple[type, str, bool]] = {
     "queued": (Engine, "submit", True),
-    "computed": (Scheduler, "_decode", True),
+    "computed": (Scheduler, "_compute", True),
     "ended": (Conversations, "ended", False),
     "record next": (SqliteRecords, "commit", False),
     "record in its transaction": (SqliteRecords, "_note_uses", False),

@@ -83,7 +83,7 @@ def standing_still(engine: Engine, tokens: int = 100) -> Iterator[None]:
     Else a long answer may be over before a test on a crowded machine has come to leave or to stop it.
     """
     scheduler = engine._scheduler
-    decode, most, over = scheduler._decode, scheduler.counts["generated_tokens"] + tokens, Event()
+    decode, most, over = scheduler._compute, scheduler.counts["generated_tokens"] + tokens, Event()
 
     def held() -> None:
         if scheduler.counts["generated_tokens"] >= most:
@@ -92,12 +92,12 @@ def standing_still(engine: Engine, tokens: int = 100) -> Iterator[None]:
             )
         decode()
 
-    scheduler._decode = held  # type: ignore[method-assign]
+    scheduler._compute = held  # type: ignore[method-assign]
     try:
         yield
     finally:
         over.set()
-        del scheduler._decode
+        del scheduler._compute
 
 
 def events(text: str) -> list[tuple[str, Any]]:

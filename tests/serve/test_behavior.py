@@ -283,7 +283,7 @@ def test_a_text_is_embedded_in_parts_between_which_streams_go_on(
     parts, hidden = [], tiny_model.hidden
     body = {"input": "y" * 400, "encoding_format": "float"}
     with Engine(tiny_model, rows=2, draft=None) as engine, running(engine, BASE) as server, server.client() as client:
-        counts, decode = engine._scheduler.counts, engine._scheduler._decode
+        counts, decode = engine._scheduler.counts, engine._scheduler._compute
 
         def paced() -> None:  # else the stream may be over before the text comes
             if counts["generated_tokens"] < 100 + 100 * len(parts):
@@ -293,7 +293,7 @@ def test_a_text_is_embedded_in_parts_between_which_streams_go_on(
             parts.append((len(tokens[0]), counts["generated_tokens"]))
             return hidden(tokens, *given)
 
-        engine._scheduler._decode = paced  # type: ignore[method-assign]
+        engine._scheduler._compute = paced  # type: ignore[method-assign]
         with client.stream("POST", "/v1/chat/completions", json=LONG) as stream:
             lines = stream.iter_lines()  # which close the stream when they are forgotten
             next(lines)
@@ -380,7 +380,7 @@ def test_more_requests_than_the_queue_holds_are_told_to_come_again(engine: Engin
 
 
 def test_slots_tell_which_rows_are_at_work(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine._scheduler, "_decode", lambda: sleep(0.001))  # no answer ends by itself
+    monkeypatch.setattr(engine._scheduler, "_compute", lambda: sleep(0.001))  # no answer ends by itself
     settings = replace(BASE, api_keys=("secret",))
     with running(engine, settings) as server, server.client(headers={"x-api-key": "secret"}) as client:
         free = [{"id": id, "n_ctx": 2048, "is_processing": False} for id in (0, 1)]

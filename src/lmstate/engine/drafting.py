@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lmstate.engine.job import Job
 from lmstate.engine.rows import RowPool
@@ -66,13 +66,13 @@ class Drafting:
         assert not isinstance(draft, Speculator)
         return text or make_drafter(draft, model, rows, Sampler(), None, READING)
 
-    def propose(self, jobs: Mapping[AnswerRow, Job], pool: RowPool[AnswerRow]) -> dict[AnswerRow, Draft]:
+    def propose(self, jobs: Mapping[AnswerRow, Job], pool: RowPool[Any]) -> dict[AnswerRow, Draft]:
         """Drafts for the answers of the pool, each within what it has room for; {} if there are none."""
         forced = {choice: Draft(choice.forced) for choice in jobs if choice.forced}
         if self._speculator is None:
-            room = {choice: self._room(choice, pool, widest_draft(pool.size)) for choice in forced}
+            room = {choice: self._room(choice, pool, widest_draft(len(jobs))) for choice in forced}
             return {choice: draft.cut(room[choice]) for choice, draft in forced.items() if room[choice]}
-        self._speculator.resize(pool.size)
+        self._speculator.resize(len(jobs))
         try:
             self._observe(jobs)
             rows = {self._numbers[choice]: choice for choice in jobs}
@@ -127,7 +127,7 @@ class Drafting:
     # ---- the parts of it
 
     @contextmanager
-    def _heads_in(self, pool: RowPool[AnswerRow], rows: Mapping[int, AnswerRow]) -> Iterator[None]:
+    def _heads_in(self, pool: RowPool[Any], rows: Mapping[int, AnswerRow]) -> Iterator[None]:
         """Meanwhile heads draft in the pool's state. No longer: nobody is to hold the bytes of rows that have left."""
         heads = None if self._speculator is None else self._speculator.drafter
         if not isinstance(heads, HeadsDrafter):
@@ -172,7 +172,7 @@ class Drafting:
         self._next += 1
         return self._next - 1
 
-    def _room(self, choice: AnswerRow, pool: RowPool[AnswerRow], most: int) -> int:
+    def _room(self, choice: AnswerRow, pool: RowPool[Any], most: int) -> int:
         """Number of tokens that may be drafted for an answer, at most `most`."""
         fed = len(choice.feed)
         wanted = min(most + 1 - fed, choice.params.max_new_tokens - len(choice.tokens) - 1)

@@ -422,7 +422,7 @@ class Engine:
             **self._drafting.counts,
             "waiting": len(self._queue),
             "reading": len(scheduler.reading),
-            "decoding": len(scheduler.pool),
+            "decoding": scheduler.decoding,
             "set_aside": len(scheduler.preempted),
             "row_bytes": scheduler.row_bytes(),
             "row_bytes_peak": scheduler.peak,

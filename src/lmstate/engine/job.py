@@ -86,9 +86,10 @@ class Job:
         self.answered = answered
         self.seed = int(torch.randint(2**62, ())) if self.params.seed is None else self.params.seed
         self.choices: list[AnswerRow] = []
-        self.state: State | None = None  # of one row, while the prompt is read
+        self.state: State | None = None  # of one row, until the prompt has a row in which it is read
         self.cuts: set[int] = set()  # positions at which a chunk has to end, and a snapshot is kept
         self.logits: Tensor | None = None  # float32 `[V]` after the prompt, which is read, until its answers begin
+        self.unkept = False  # the prompt was read, and what was computed of it is not kept yet
         self.source: State | Snapshot | None = None  # what answers without a row begin from
         self.follows: tuple[Job, int] | None = None  # who reads the same prefix now, up to where
         self.lookup: Lookup | None = None  # what a tier is asked for, of texts that nobody here has seen
@@ -131,6 +132,7 @@ class Job:
     def begin_again(self) -> None:
         """Its prompt is to be read once more, from what is kept of it: the row was taken back."""
         self.state = self.fetch = self.follows = self.logits = None
+        self.unkept = False
         self.request.computed = 0
         self.prompt_logprobs = []
         del self._times[1:]

@@ -74,12 +74,21 @@ class Preempted:
     choice: AnswerRow
     text: list[int]  # prompt and answer, as far as the row had read them
     echo: bool = False  # whether log probabilities of the answer's tokens are taken on the way
-    state: State | None = None  # of one row, while the text is read
+    state: State | None = None  # of one row, until the text has a row in which it is read
+    reading: bool = False
     at: int = 0
     rank: tuple[int, int, int] = field(init=False)  # those with the smallest go on first
 
     def __post_init__(self) -> None:
         self.rank = (-self.job.priority, self.job.order, self.choice.index)
+
+    def left(self) -> int:
+        """Number of tokens to read."""
+        return len(self.text) - self.at
+
+    def set_aside(self) -> None:
+        """Its row is taken back once more."""
+        self.state, self.reading, self.at = None, False, 0
 
     @staticmethod
     def of(job: Job, choice: AnswerRow, echo: bool = False) -> Preempted:

@@ -1,9 +1,10 @@
-"""Chunk size of prefill between two steps of the rows that decode."""
+"""Sizes of the chunks of prompts that a step reads beside the rows that decode."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from math import inf, sqrt
+from typing import NamedTuple
 
 from lmstate.state.step import CHUNK
 from lmstate.state.validate import real_number
@@ -11,6 +12,7 @@ from lmstate.state.validate import real_number
 LEAST, MOST, MULTIPLE = 8, CHUNK, 4  # tokens of a chunk
 MAX_ITL, STALL = 80.0, 3.0  # default bounds: milliseconds, and times the usual gap
 NEW = 0.3  # weight of the newest measurement of a decode step
+FRESH = 8  # steps with chunks in which others rows are learned, and in which what is known of rows still holds
 NOISE, DRIFT = 0.05, 0.02  # of a chunk's seconds, and of the costs between two chunks: parts of them
 FAR = 1000  # positions after which, as far as nothing is measured, what came before may cost as much as the token
 LATE, SURE = 0.4, 0.2  # part of its time that a gap may take longer than planned: at first and at most, at least
@@ -19,25 +21,27 @@ ABRUPT = 0.5  # part of its seconds that one chunk may move the costs by: a hicc
 
 
 class Pace:
-    """Measured seconds of a decode step, and of a chunk of a prompt by its size and position.
+    """Measured seconds of a step of rows that decode, and of the chunks of prompts that it reads by their sizes and
+    positions.
 
-    A chunk costs so much for the call, for each token, for each that the head reads, and for each position that a token
-    looks back on: a Kalman filter of the four, which drift, as the load of the machine does.
+    Chunks cost so much for the call (beside rows that decode, or alone), for each token, for each that the head reads,
+    and for each position that a token looks back on: a Kalman filter of these, which drift, as the load of the machine
+    does.
 
-    While a prompt is read, the gap between two tokens of a row that decodes is at most the larger of `max_itl` seconds
+    While prompts are read, the gap between two tokens of a row that decodes is at most the larger of `max_itl` seconds
     and `stall` times the usual gap; None leaves one out.
     """
 
     def __init__(self, stall: float | None, max_itl: float | None = None) -> None:
         self.stall, self.max_itl = stall, max_itl
         self.decode: float | None = None
-        self._last = 0.0  # seconds of the last decode step: rows that left make it shorter at once
-        self._costs = [0.0] * 4
+        self._last = 0.0  # seconds of the last step without chunks, of as many rows as there are; 0: none was yet
+        self._rows = 0  # that decoded in the last step
+        self._since = 0  # steps with chunks since these rows were known; below 0: they are not yet
+        self._costs = [0.0] * len(ChunkParts._fields)
         self._prior: list[float] = []  # variances of the costs while nothing is known; empty: nothing was measured
         self._covariance: list[list[float]] = []
         self._late = LATE
-        self._gap: tuple[float, float] | None = None  # (planned, taken) seconds of chunks, the next step is its rest
-        self._joined = False  # a head was among them: a row joins the next step, which is another one then
         self._largest = LEAST
 
     @staticmethod
@@ -54,93 +58,124 @@ class Pace:
             raise ValueError(f"max_itl={max_itl} was asked for; it is above 0: milliseconds between two tokens")
         return Pace(stall, None if max_itl is None else max_itl / 1000)
 
-    def decoded(self, seconds: float) -> None:
-        if self._gap is not None and not self._joined and self.decode is not None:
-            planned, taken = self._gap[0] + max(self.decode, self._last), self._gap[1] + seconds
-            self._late = max(min(taken / planned - 1, LATE), FORGET * self._late)
-        self._gap, self._joined = None, False
-        self._last = seconds
+    def decoded(self, seconds: float, rows: int) -> None:
+        """A step of so many rows that decode, without chunks, took this long."""
+        self._last, self._since, self._rows = seconds, 0, rows
         self.decode = seconds if self.decode is None else (1 - NEW) * self.decode + NEW * seconds
 
-    def read(self, tokens: int, seconds: float, at: int, heads: int) -> None:
-        """A chunk of `tokens` at a position took this long, the head over `heads` of them included."""
-        x = _parts(tokens, at, heads)
-        self._largest = max(self._largest, tokens)
+    def read(self, seconds: float, chunks: Collection[tuple[int, int]], heads: int, rows: int) -> float:
+        """A step that read these chunks, (tokens, position) each, took this long, the head over `heads` of their tokens
+        included, beside so many rows that decode. Returns the part of the seconds that these took."""
+        decoding = rows > 0
+        x = ChunkParts.of(chunks, heads, decoding)
+        self._largest = max(self._largest, int(x.tokens))
+        if decoding and self.decode is None:  # what is known of chunks is not theirs
+            self.decode = max(seconds - self._expected(x), 0.1 * seconds)
+        usual = self.decode if decoding and self.decode is not None else 0.0
         if not self._prior:
-            token = seconds / tokens
-            self._costs = [0.0, token, 0.0, 0.0]
+            token = max(seconds - usual, 0.1 * seconds) / x.tokens
+            self._costs = [0.0, 0.0, token, 0.0, 0.0]
             # At first every chunk has the head: what it may cost is the call's until one without it shows.
-            self._prior = [seconds**2, token**2, (seconds / 4) ** 2, (token / FAR) ** 2]
-            self._covariance = [[self._prior[i] * (i == j) for j in range(4)] for i in range(4)]
-        expected = max(self._expected(tokens, at, heads), 1e-9)
+            self._prior = [seconds**2, seconds**2, token**2, (seconds / 4) ** 2, (token / FAR) ** 2]
+            self._covariance = [[most * (i == j) for j in range(len(x))] for i, most in enumerate(self._prior)]
+        expected = max(self._expected(x), 1e-9)
         for i, most in enumerate(self._prior):
             self._covariance[i][i] = min(self._covariance[i][i] + DRIFT**2 * most, most)
-        wrong = seconds - expected
-        planned, taken = self._gap or (0.0, 0.0)
-        self._gap = planned + expected, taken + seconds
-        self._joined = self._joined or heads > 0
-        along = [sum(row[j] * x[j] for j in range(4)) for row in self._covariance]
-        variance = sum(x[i] * along[i] for i in range(4)) + (NOISE * expected) ** 2
+        wrong = seconds - usual - expected
+        if decoding:
+            planned = max(usual, self._last) + expected
+            self._late = max(min(seconds / planned - 1, LATE), FORGET * self._late)
+            if rows != self._rows:
+                self._rows, self._since, self._last = rows, -FRESH, 0.0
+            self._since += 1
+            # Rows that came or left show here alone; once they are known chunks do; later, each part may have changed.
+            share = 1.0 if self._since <= 0 else 0.0 if self._since <= FRESH else usual / (usual + expected)
+            self.decode = usual + NEW * share * max(-ABRUPT * usual, min(wrong, ABRUPT * usual))
+            wrong *= 1 - share
+        along = [sum(a * b for a, b in zip(row, x)) for row in self._covariance]
+        variance = sum(a * b for a, b in zip(along, x)) + (NOISE * (usual + expected)) ** 2
         step = min(max(wrong, -ABRUPT * expected), ABRUPT * expected) / variance
         self._costs = [max(0.0, cost + part * step) for cost, part in zip(self._costs, along)]
         self._covariance = [
-            [self._covariance[i][j] - along[i] * along[j] / variance for j in range(4)] for i in range(4)
+            [each - along[i] * along[j] / variance for j, each in enumerate(row)]
+            for i, row in enumerate(self._covariance)
         ]
+        return seconds * usual / (usual + expected)
 
-    def _expected(self, tokens: int, at: int, heads: int) -> float:
-        """Seconds of a chunk of so many tokens, as far as is known."""
-        return sum(cost * part for cost, part in zip(self._costs, _parts(tokens, at, heads)))
+    def _expected(self, x: ChunkParts) -> float:
+        """Seconds of chunks, as far as is known."""
+        return sum(cost * part for cost, part in zip(self._costs, x))
 
     def seconds(self, tokens: int) -> float | None:
         """Estimated seconds to read so many tokens; None while nothing was measured."""
-        call, token, _, position = self._costs
-        return (call / MOST + token + position * tokens / 2) * tokens if self._prior else None
+        cost = ChunkParts(*self._costs)
+        return (cost.alone / MOST + cost.tokens + cost.positions * tokens / 2) * tokens if self._prior else None
 
     def until_read(self, tokens: int, decoding: bool) -> float | None:
-        """Estimated seconds until so many tokens are read, between steps of rows that decode; None: not known yet."""
+        """Estimated seconds until so many tokens are read, beside rows that decode; None: not known yet."""
         if not tokens:
             return 0.0
         if (seconds := self.seconds(tokens)) is None or not decoding or not self.decode:
             return seconds
-        return seconds * (1 + self.decode / max(self._time((None,)), self._expected(LEAST, 0, 1), 1e-6))
+        return seconds * (1 + self.decode / max(self._time((None,)), self._least(0), 1e-6))
 
-    def chunk(
-        self, decoding: bool, at: int, left: int, itls: Collection[float | None] = (None,), spent: float = 0.0
-    ) -> int:
-        """Number of tokens to read now, at a position of their text; the head reads the last of the `left` ones.
+    def chunks(
+        self, texts: Sequence[tuple[int, int]], decoding: bool, itls: Collection[float | None] = (None,)
+    ) -> list[int]:
+        """Number of tokens to read in the next step of each of the first of these texts.
 
+        texts  (position, tokens left) of each, those whose turn it is first; the head reads the last of a text
         itls   seconds that the gaps of the rows that decode may have; None: this pace's bound
-        spent  seconds since the last step of these rows, which read other prompts
         """
-        if not decoding:
-            return min(MOST, left)
-        time = self._time(itls) - spent
-        size = self._fitting(time, at)
-        if size >= left:
-            size = self._fitting(time - self._costs[2], at)
-        return min(size, left)
+        cost, sizes, room = ChunkParts(*self._costs), list[int](), MOST
+        time = self._time(itls) - cost.beside if decoding else inf
+        for at, left in texts:
+            if sizes and (room < LEAST or time < self._least(at)):
+                break
+            size = self._fitting(time, at)
+            if size >= left:
+                size = self._fitting(time - cost.heads, at)
+            size = min(size, left, room)
+            sizes.append(size)
+            room -= size
+            time -= size * (cost.tokens + cost.positions * (at + size / 2)) + cost.heads * (size == left)
+        return sizes
 
-    def leaves_time(self, itls: Collection[float | None], spent: float) -> bool:
-        """Whether one more chunk fits in the gap of the rows that decode: arguments as of `chunk`."""
-        return self._time(itls) - spent >= self._expected(LEAST, 0, 1)
+    def _least(self, at: int) -> float:
+        """Seconds of the smallest chunk at a position of a text, beside others."""
+        cost = ChunkParts(*self._costs)
+        return LEAST * (cost.tokens + cost.positions * (at + LEAST / 2)) + cost.heads
 
     def _time(self, itls: Collection[float | None]) -> float:
-        """Seconds for reading prompts between two steps of rows with these bounds."""
-        usual = sorted((self.decode or 0.0, self._last))
+        """Seconds for reading prompts in a step of rows with these bounds."""
+        usual = sorted((self.decode or 0.0, self._last or self.decode or 0.0))
         bound = max(self.max_itl or 0.0, (self.stall or 0.0) * usual[0])
         gap = min(bound if itl is None else itl for itl in itls)
-        # The whole gap is what may turn out longer: the decode step behind the chunk, too.
+        # The whole gap is what may turn out longer: what decodes beside the chunks, too.
         return gap / (1 + max(self._late, SURE)) - usual[1]
 
     def _fitting(self, time: float, at: int) -> int:
         """The largest chunk that takes no longer, or the least one. Never far beyond what was measured."""
-        call, token, _, position = self._costs
-        time, token, most = max(0.0, time - call), token + position * at, min(MOST, 2 * self._largest)
-        slope = token + sqrt(token**2 + 2 * position * time)
+        if time == inf:
+            return MOST
+        cost, time = ChunkParts(*self._costs), max(0.0, time)
+        token, most = cost.tokens + cost.positions * at, min(MOST, 2 * self._largest)
+        slope = token + sqrt(token**2 + 2 * cost.positions * time)
         size = 2 * time / slope if slope * most > 2 * time else most
         return max(LEAST, int(size) // MULTIPLE * MULTIPLE)
 
 
-def _parts(tokens: int, at: int, heads: int) -> tuple[float, float, float, float]:
-    """Numbers of calls, tokens, tokens with the head, and positions looked back on of a chunk."""
-    return 1.0, float(tokens), float(heads), tokens * (at + tokens / 2)
+class ChunkParts(NamedTuple):
+    """Parts of the work that the chunks of a step are, in numbers of each; or the seconds that one of each takes."""
+
+    alone: float  # a call of chunks alone
+    beside: float  # chunks beside rows that decode
+    tokens: float
+    heads: float  # tokens with the head
+    positions: float  # that their tokens look back on
+
+    @staticmethod
+    def of(chunks: Collection[tuple[int, int]], heads: int, decoding: bool) -> ChunkParts:
+        tokens = sum(size for size, _ in chunks)
+        looked_at = sum(size * (at + size / 2) for size, at in chunks)
+        return ChunkParts(float(not decoding), float(decoding), float(tokens), float(heads), looked_at)

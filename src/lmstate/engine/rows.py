@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torch import Tensor
@@ -41,6 +41,9 @@ class RowPool(Generic[Owner]):
     def __len__(self) -> int:
         return len(self.owners)
 
+    def __contains__(self, owner: Owner) -> bool:
+        return any(other is owner for other in self._owners)
+
     def blocks(self) -> Iterator[KVBlock]:
         return iter(()) if self._state is None else self._state.blocks()
 
@@ -67,6 +70,14 @@ class RowPool(Generic[Owner]):
         row = self._state.add(source)
         self._owners[row:] = [owner, *self._owners[row + 1 :]]
 
+    def expect(self, owner: Owner, length: int) -> None:
+        """Announce the length of a text that an owner's row is given in parts: see `State.expect`."""
+        self._held.expect(self._row(owner), length)
+
+    def hand_over(self, owner: Owner, other: Owner) -> None:
+        """Give the row of an owner, as it is, to another one."""
+        self._owners[self._row(owner)] = other
+
     def rewind(self, owner: Owner, to: int) -> None:
         """Take an owner's row back to its first `to` tokens, if that computes nothing again; else leave it."""
         row, state = self._row(owner), self._held
@@ -86,25 +97,27 @@ class RowPool(Generic[Owner]):
 
     # ---- a step
 
-    def step(self, tokens: Mapping[Owner, Sequence[int]]) -> Tensor:
-        """Have the rows of these owners read their tokens. Returns logits float32 `[R, V]`; `row` says whose are where.
+    def step(
+        self,
+        tokens: Mapping[Owner, Sequence[int]],
+        logits: Mapping[Owner, int],
+        commit: bool = True,
+        once: Collection[Owner] = (),
+    ) -> Tensor:
+        """Have the rows of these owners read their tokens, in one forward. Returns logits float32 `[R, K, V]` of as
+        many of each owner's last tokens as are asked for; `row` says whose are where.
 
-        The first step after a sequence joined gives it some tokens, or it comes with its last logits.
+        commit=False: all is pending until `accept`. once: those whose tokens nobody goes back into.
         """
         rows = [[] if owner is None else list(tokens.get(owner, ())) for owner in self._owners]
-        logits = self._model(rows, self._held)
-        assert logits is not None
-        return logits
-
-    def verify(self, tokens: Mapping[Owner, Sequence[int]]) -> Tensor:
-        """`step`, all of which is pending until `accept`. Returns logits float32 `[R, T, V]`, of every token."""
-        rows = [[] if owner is None else list(tokens.get(owner, ())) for owner in self._owners]
-        logits = self._model(rows, self._held, logits="all", commit=False)
-        assert logits is not None
-        return logits
+        wanted = [0 if owner is None else logits.get(owner, 0) for owner in self._owners]
+        lasting = [owner is None or owner not in once for owner in self._owners]
+        out = self._model(rows, self._held, logits=wanted, commit=commit, rewindable=lasting)
+        assert out is not None
+        return out
 
     def accept(self, counts: Mapping[Owner, int]) -> None:
-        """Keep the first tokens of each owner's row, of those that `verify` read."""
+        """Keep the first tokens of each owner's row, of those that are pending."""
         try:
             self._held.commit([0 if owner is None else counts.get(owner, 0) for owner in self._owners])
         except BaseException:

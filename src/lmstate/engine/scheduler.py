@@ -1,4 +1,4 @@
-"""One step of the engine's thread: begin requests, read a part of a prompt, give every answer a token."""
+"""One step of the engine's thread: begin requests, then one forward that reads parts of prompts and decodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from lmstate.engine.delivery import Delivery
 from lmstate.engine.drafting import Drafting
 from lmstate.engine.job import Job
-from lmstate.engine.memory import CHECK_EVERY, Preempted, RowCost, nbytes, too_large
+from lmstate.engine.memory import CHECK_EVERY, Preempted, RowCost, too_large
 from lmstate.engine.pace import Pace
 from lmstate.engine.prefix.tree import shared
 from lmstate.engine.queue import Queue
@@ -24,7 +24,6 @@ from lmstate.engine.reuse import PrefixReuse
 from lmstate.engine.rows import RowPool
 from lmstate.generation.logprobs import logprob
 from lmstate.generation.row import AnswerRow, Finish, most_likely
-from lmstate.language_model import Logits
 from lmstate.ops.types.block_table import BLOCK_TOKENS, KVBlock
 from lmstate.speculation import Draft
 from lmstate.speculation.acceptance import verify
@@ -42,9 +41,12 @@ TOGETHER = 0.5  # seconds that an answer may wait for the prompts of others, so 
 YIELD = 1e-4  # seconds for whoever was given a token to take the interpreter, which all else is done in
 ECHO_CHUNK = 64  # tokens of a prompt read at once where the logits of all of them are wanted
 
+Reader = Job | Preempted
+"""A text that is read into a row: a prompt, or that of an answer which had a row before."""
+
 
 class Scheduler:
-    """Owns the rows. Every prompt is read in a state of its own, of one row, and its answers join the others then.
+    """Owns the rows. A prompt is read in a row beside those that decode, which becomes that of its first answer.
 
     All of it runs on one thread, but for `waiting`, that any thread may add to. `ended(job, outcome)` is
     called with each request whose answers all ended, and tells its sender.
@@ -70,7 +72,7 @@ class Scheduler:
         self.reading: list[Job] = []  # whose prompts are being read
         self.answering: list[Job] = []
         self.counts: dict[str, float] = dict.fromkeys(COUNTERS, 0)
-        self.pool: RowPool[AnswerRow] = RowPool(model, new_state, rows)
+        self.pool: RowPool[AnswerRow | Reader] = RowPool(model, new_state, rows)
         self.peak = 0  # most bytes of rows at a time
         self._held = 0  # bytes of rows when they were last looked at
         self.preempted: list[Preempted] = []  # answers whose rows were taken back
@@ -78,10 +80,10 @@ class Scheduler:
         self._blocks, self._cost = blocks, cost
         self._crowded = False  # rows were taken back, and nothing has ended since
         self._unmeasured = 0  # steps since the bytes of the rows were last looked at
-        self._spare = -1.0  # bytes that they may have grown by since, beside having doubled; below 0: look again
+        self._spare = 0.0  # bytes that they may have grown by since, beside having doubled; below 0: look again
+        self._looks = 2  # steps to look after: a row that has joined takes blocks of its own in the next one
         self._pace, self._reuse, self._drafting, self._ended = pace, reuse, drafting, ended
         self._delivery = delivery
-        self._spent = 0.0  # seconds of this step that went to prompts
 
     def step(self) -> bool:
         """One step of everything. Whether anything could be done."""
@@ -90,10 +92,10 @@ class Scheduler:
             self._seat()
             self._admit()
             self._delivery.deliver()  # how much of a prompt is reused is known before it is read
-            self._read()
-            self._delivery.deliver()  # who ended does not wait for the step that follows
-            self._decode()
+            self._begin_read()
+            self._compute()
             self._delivery.deliver()
+            self._begin_read()
             self._bound()
         except BaseException as error:  # of the scheduler itself, not of one request: nobody is to wait for ever
             for job in self.all():
@@ -123,7 +125,7 @@ class Scheduler:
             len(answering),
             unread,
             int(room / self._cost.per_token) if self._cost.per_token else room,
-            self._pace.until_read(unread, bool(len(self.pool))),
+            self._pace.until_read(unread, bool(self._jobs)),
         )
 
     def end_all(self) -> None:
@@ -136,8 +138,12 @@ class Scheduler:
 
     def at_work(self) -> list[Job]:
         """The request of each row in use: whose prompt is read, or an answer of which is made."""
-        resuming = [work.job for work in self.preempted if work.state is not None]
-        return [*(self._jobs[choice] for choice in self.pool.owners), *resuming, *self.reading]
+        return [*self._jobs.values(), *(work.job for work in self.preempted if work.reading), *self.reading]
+
+    @property
+    def decoding(self) -> int:
+        """Number of answers that have a row."""
+        return len(self._jobs)
 
     def row_bytes(self) -> int:
         """Bytes of all states, and of what answers without a row begin from, but for what the prefix store has too."""
@@ -163,7 +169,7 @@ class Scheduler:
         if self._free() <= 0 or not (len(self.waiting) or self.preempted) or (self._crowded and self._working()):
             return
         for work in sorted(self.preempted, key=lambda work: work.rank):
-            if work.state is None:
+            if not work.reading:
                 if self._free() <= 0 or not self._fits(len(work.text) + CHECK_EVERY):
                     return
                 self._guarded(work.job, partial(self._resume, work))
@@ -177,21 +183,22 @@ class Scheduler:
                 self._guarded(job, self._start)
 
     def _free(self) -> int:
-        resuming = sum(work.state is not None for work in self.preempted)
         unseated = sum(len(job.unseated) for job in self.answering)
-        return self.rows - len(self.pool) - len(self.reading) - resuming - unseated
+        return self.rows - len(self._jobs) - len(self._readers()) - unseated
+
+    def _readers(self) -> list[Reader]:
+        """Texts that are read, or were and wait for their answers; those whose turn it is first."""
+        works = sorted((work for work in self.preempted if work.reading), key=lambda work: work.rank)
+        return [*works, *sorted(self.reading, key=Job.turn)]
 
     def _working(self) -> bool:
-        return bool(len(self.pool) or self.reading or any(work.state is not None for work in self.preempted))
+        return bool(self._jobs or self._readers())
 
     def _fits(self, tokens: int) -> bool:
         """Whether a row of so many tokens has room beside the others. One that is alone may always try."""
         if not self._working():
             return True
-        promised = sum(max(0, self._cost(len(job.prompt)) - nbytes(job.state)) for job in self.reading if job.state)
-        promised += sum(
-            max(0, self._cost(len(work.text)) - nbytes(work.state)) for work in self.preempted if work.state
-        )
+        promised = sum(self._cost(len(reader.text)) - self._cost(reader.at) for reader in self._readers())
         return self.row_bytes() + promised + self._cost(tokens) <= self._reuse.memory
 
     def _better_wait(self, job: Job) -> bool:
@@ -220,7 +227,7 @@ class Scheduler:
         self.reading.append(job)
         job.state = self._reuse.begin(job)
         job.request.begin(job.reuse.reused)
-        self._spare = -1
+        self._looks = 2
         self.counts["reused_tokens"] += job.reuse.reused
         if job.at == len(job.prompt):
             logits = self.model([[]], job.state)  # those after its last token, which are known
@@ -229,84 +236,94 @@ class Scheduler:
 
     # ---- prompts
 
-    def _read(self) -> None:
-        """Read parts of prompts: one where nobody decodes, else as many as the bounds on gaps leave time for."""
-        begin = perf_counter()
-        self._spent, going = 0.0, True
-        while going:
-            computed = self.counts["computed_tokens"]
-            self._read_part()
-            self._spent = perf_counter() - begin
-            itls = self._itls()
-            read = self.counts["computed_tokens"] > computed
-            going = read and bool(itls) and self._pace.leaves_time(itls, self._spent)
+    def _begin_read(self) -> None:
+        """Begin the answers of prompts that are read.
 
-    def _read_part(self) -> None:
-        """Read a part of a prompt: of the request whose turn it is, as in the queue.
-
-        An answer begins once its prompt is read. Where nobody decodes yet it may wait for prompts that came with it:
-        between its steps they would be read in small chunks, and rows that decode together share the weights.
+        Where nobody decodes yet they may wait for prompts that came with theirs: beside rows that decode these would be
+        read in small chunks, and rows that decode together share the weights.
         """
-        works = [work for work in self.preempted if work.state is not None]
-        jobs = sorted(self.reading, key=Job.turn)
+        jobs = [reader for reader in self._readers() if isinstance(reader, Job)]
         read, unread = [[job for job in jobs if (job.logits is None) is so] for so in (False, True)]
-        if read and (works or not unread or not all(self._waits(job, unread[0]) for job in read)):
+        others = unread and not any(work.reading for work in self.preempted)
+        if others and all(self._waits(job, unread[0]) for job in read):
+            for job in read:
+                self._guarded(job, self._keep_read)
+        else:
             for job in read:
                 self._guarded(job, self._begin_answers)
-        elif works:
-            first = min(works, key=lambda work: work.rank)
-            self._guarded(first.job, partial(self._read_again, first))
-        elif unread:
-            self._guarded(unread[0], self._read_chunk)
 
     def _waits(self, job: Job, other: Job) -> bool:
         """Whether the answers of a prompt that is read wait for another one's prompt."""
-        if len(self.pool) or job.params.max_new_tokens <= 1:
+        if self._jobs or job.params.max_new_tokens <= 1:
             return False
         reading = self._pace.seconds(len(other.prompt) - other.at)
         return reading is not None and job.waited_to_answer() + reading <= TOGETHER
 
-    def _read_chunk(self, job: Job) -> None:
-        assert job.state is not None
-        start, echo, left = job.at, job.params.prompt_logprobs, job.left()
-        count = self._chunk(start, left)
-        # The head may be a third of the weights: a small chunk that nothing begins after does without.
-        wanted: Logits = "last" if count == left else "none"
-        if echo is not None:
-            count, wanted = min(count, ECHO_CHUNK), "all"
-        logits = self._read_ids(job.prompt[start : start + count], job.state, start, wanted)
-        if echo is not None:
-            assert logits is not None
-            self._echo(job, logits[0], start)
-            logits = logits[:, -1]
-        job.request.computed += count
-        if job.at == len(job.prompt):
-            assert logits is not None
-            job.has_read(logits[0])
-            if len(self.pool) or (len(self.reading) == 1 and not len(self.waiting)):
-                self._begin_answers(job, fresh=True)
-                return
-        if count == left:
-            self._keep(job.state.snapshot(0), job)
+    def _keep_read(self, job: Job) -> None:
+        """Keep what was computed of a prompt that is read, unless it is."""
+        if job.unkept:
+            job.unkept = False
+            self._keep(self._read_so_far(job), job)
+
+    def _read_so_far(self, job: Job) -> Snapshot:
+        """The part of a prompt that is read, as a value."""
+        if job.state is not None:
+            return job.state.snapshot(0)
+        return self.pool.snapshot(job)
 
     def _itls(self) -> set[float | None]:
         """Bounds on the gaps of the rows that decode, in seconds; None for the engine's."""
-        return {self._jobs[choice].itl for choice in self.pool.owners}
+        return {job.itl for job in self._jobs.values()}
 
-    def _chunk(self, at: int, left: int) -> int:
-        """Number of tokens of a text to read now, within the bounds on the gaps of the rows that decode."""
-        itls = self._itls()
-        return self._pace.chunk(bool(itls), at, left, itls, self._spent)
+    def _chunks(self) -> dict[Reader, int]:
+        """The texts that the next step reads, and how many tokens of each: within the bounds on the gaps of the rows
+        that decode. They have rows."""
+        readers = [reader for reader in self._readers() if isinstance(reader, Preempted) or reader.logits is None]
+        texts = [
+            (reader.at, min(reader.left(), ECHO_CHUNK) if _echoes(reader) else reader.left()) for reader in readers
+        ]
+        chunks = dict(zip(readers, self._pace.chunks(texts, bool(self._jobs), self._itls())))
+        for reader in chunks:
+            self._guarded(_job_of(reader), partial(self._seat_reader, reader))
+        return {reader: size for reader, size in chunks.items() if reader in self.pool}
 
-    def _read_ids(self, ids: list[int], state: State, at: int, logits: Logits) -> Tensor | None:
-        """Have a state of one row read these, which begin at a position: nobody goes back into them."""
-        begin = perf_counter()
-        out = self.model([ids], state, logits=logits, rewindable=False)
-        heads = {"all": len(ids), "last": 1, "none": 0}[logits]
-        self._pace.read(len(ids), perf_counter() - begin, at, heads)
-        self.counts["computed_tokens"] += len(ids)
-        self._spare -= self._cost.per_token * (len(ids) + BLOCK_TOKENS)
-        return out
+    def _seat_reader(self, reader: Reader, _: Job) -> None:
+        if reader.state is not None:
+            state, reader.state = reader.state, None
+            self.pool.join(reader, state)
+            self.pool.expect(reader, len(reader.text))
+            self._looks = 2
+
+    def _wanted(self, reader: Reader, size: int) -> int:
+        """Number of the last tokens of a chunk whose logits are wanted. The head may be a third of the weights: a chunk
+        that nothing begins after does without."""
+        if _echoes(reader):
+            return size
+        return int(isinstance(reader, Job) and reader.at + size == len(reader.prompt))
+
+    def _has_read(self, reader: Reader, size: int, logits: Tensor, job: Job) -> None:
+        """A chunk of a text was read; logits float32 `[K, V]` are those of its last tokens, as far as wanted."""
+        self.counts["computed_tokens"] += size
+        self._spare -= self._cost.per_token * (size + BLOCK_TOKENS)
+        if isinstance(reader, Preempted):
+            if _echoes(reader):
+                self._echo_answer(reader, logits[:size])
+            reader.at += size
+            if not reader.left():
+                self._looks = 2
+                self.preempted.remove(reader)
+                self.pool.hand_over(reader, reader.choice)
+                self._jobs[reader.choice] = job
+            return
+        if _echoes(job):
+            self._echo(job, logits[:size], job.at)
+        cut = size == job.left()
+        job.request.computed += size
+        if job.at == len(job.prompt):
+            job.has_read(logits[size - 1 if _echoes(job) else 0].clone())
+            job.unkept = True
+        elif cut:
+            self._keep(self.pool.snapshot(job), job)
 
     def _echo(self, job: Job, logits: Tensor, start: int) -> None:
         """Log probabilities of the prompt's tokens after each of a chunk's. logits float32 `[T, V]`."""
@@ -317,11 +334,8 @@ class Scheduler:
         for offset, token in enumerate(job.prompt[start + 1 : start + 1 + len(logits)]):
             job.prompt_logprobs.append(logprob(logits[offset], token, top))
 
-    def _begin_answers(self, job: Job, fresh: bool = False) -> None:
-        """Every answer gets its first token from the last logits of the prompt, then a row.
-
-        fresh: the prompt is not kept yet.
-        """
+    def _begin_answers(self, job: Job) -> None:
+        """Every answer gets its first token from the last logits of the prompt, then a row: the first the prompt's."""
         logits, job.logits = job.logits, None
         assert logits is not None
         job.passed()
@@ -329,7 +343,6 @@ class Scheduler:
         self.reading.remove(job)
         self.answering.append(job)
         job.begin_answers(self.model)
-        job.source, job.state = job.state, None
         again = [choice for choice in job.choices if choice.tokens]  # answered elsewhere up to there
         for choice in job.choices:
             if choice.finished is not None:
@@ -340,12 +353,16 @@ class Scheduler:
                 self._give(job, choice, choice.pick(logits), logits)
         self._delivery.deliver()  # nobody waits for what else is to be done
         sleep(YIELD)
+        self._keep_read(job)
         job.unseated = [choice for choice in job.choices if choice.finished is None and choice not in again]
-        assert isinstance(job.source, State)
-        if fresh:
-            self._keep(job.source.snapshot(0), job)
-        if len(job.unseated) > 1:
-            job.source = job.source.snapshot(0)
+        job.source = self._read_so_far(job) if len(job.unseated) > 1 else job.state
+        job.state = None
+        if job in self.pool:
+            if job.unseated:
+                self._jobs[job.unseated[0]] = job
+                self.pool.hand_over(job, job.unseated.pop(0))
+            else:
+                self.pool.leave(job)
         for choice in again:
             if (top := job.params.logprobs) is not None:
                 choice.logprobs = [logprob(logits, choice.tokens[0], top)] * len(choice.tokens)
@@ -361,7 +378,7 @@ class Scheduler:
                 choice = job.unseated.pop(0)
                 assert job.source is not None
                 self.pool.join(choice, job.source)
-                self._spare = -1
+                self._looks = 2
                 self._jobs[choice] = job
             if not job.unseated:
                 job.source = None
@@ -371,8 +388,9 @@ class Scheduler:
     def _bound(self) -> None:
         """Have rows and store within the budget: what is kept goes first, then the rows that started last."""
         self._unmeasured += 1
-        if not (self._spare < 0 or self.preempted or self._unmeasured >= CHECK_EVERY):
+        if not (self._looks or self._spare < 0 or self.preempted or self._unmeasured >= CHECK_EVERY):
             return
+        self._looks = max(0, self._looks - 1)
         memory, prefixes, kept = self._reuse.memory, self._reuse.prefixes, -1
         while kept != prefixes.nbytes:  # a block that the store lets go is a row's alone from then on
             held, kept = self.row_bytes(), prefixes.nbytes
@@ -398,7 +416,7 @@ class Scheduler:
         for job in self.answering:
             working += [((-job.priority, job.order, choice.index), job, choice) for choice in job.unseated]
         working += [((-job.priority, job.order, c.index), job, c) for c, job in self._jobs.items()]
-        working += [(work.rank, work.job, work) for work in self.preempted if work.state is not None]
+        working += [(work.rank, work.job, work) for work in self.preempted if work.reading]
         if not working:
             return False
         _, job, what = max(working, key=lambda entry: entry[0])
@@ -406,12 +424,14 @@ class Scheduler:
             self._end_too_large(job, what)
         elif what is None:
             self.reading.remove(job)
-            kept = None if job.state is None or not job.at else job.state.snapshot(0)
+            kept = self._read_so_far(job) if job.at else None
+            self._unseat(job)
             job.begin_again()
             self.waiting.put_back(job)
             self._keep_if(kept, job)
         elif isinstance(what, Preempted):
-            what.state, what.at = None, 0
+            self._unseat(what)
+            what.set_aside()
         elif what in job.unseated:
             self.preempted += [Preempted.of(job, choice) for choice in job.unseated]
             job.unseated, job.source = [], None
@@ -453,26 +473,24 @@ class Scheduler:
         for choice, snapshot in rows:
             self.pool.join(choice, snapshot)
 
-    def _resume(self, work: Preempted, _: Job) -> None:
-        text = replace(work.job.pictured, tokens=work.text)
-        work.state = self._reuse.resume(text, work.job.salt, len(work.job.prompt) if work.echo else None)
-        work.at = work.state.lengths[0]
+    def _unseat(self, reader: Reader) -> None:
+        """Take the row of a text back, if it has one."""
+        if reader in self.pool:
+            self.pool.leave(reader)
 
-    def _read_again(self, work: Preempted, job: Job) -> None:
-        """Read a part of the text of an answer that had a row. The whole of it: then it has one again."""
-        assert work.state is not None
-        if work.at < len(work.text):
-            count = self._chunk(work.at, len(work.text) - work.at)
-            count = min(count, ECHO_CHUNK) if work.echo else count
-            ids = work.text[work.at : work.at + count]
-            logits = self._read_ids(ids, work.state, work.at, "all" if work.echo else "none")
-            if work.echo and logits is not None:
-                self._echo_answer(work, logits[0])
-            work.at += count
-        if work.at == len(work.text) and len(self.pool) < self.rows:
+    def _resume(self, work: Preempted, job: Job) -> None:
+        """Have the text of an answer that had a row be read again; if all of it is known, it has one at once."""
+        state = self._reuse.resume(
+            replace(job.pictured, tokens=work.text), job.salt, len(job.prompt) if work.echo else None
+        )
+        work.at = state.lengths[0]
+        if work.left():
+            work.state, work.reading = state, True
+        else:
             self.preempted.remove(work)
-            self.pool.join(work.choice, work.state)
+            self.pool.join(work.choice, state)
             self._jobs[work.choice] = job
+            self._looks = 2
 
     def _echo_answer(self, work: Preempted, logits: Tensor) -> None:
         """Log probabilities of an answer's tokens after each of a chunk's. logits float32 `[T, V]`."""
@@ -484,59 +502,89 @@ class Scheduler:
 
     # ---- answers
 
-    def _decode(self) -> None:
-        """The next token for every answer that has a row, and those of its draft that hold."""
+    def _compute(self) -> None:
+        """One forward: the next token for every answer that has a row, those of its draft that hold, and parts of the
+        prompts that are read."""
         self.pool.tidy()
-        for choice in self.pool.owners:
-            self._guarded(self._jobs[choice], partial(self._end_if_full, choice))
-        choices = self.pool.owners
-        if not choices:
+        for choice, job in list(self._jobs.items()):
+            self._guarded(job, partial(self._end_if_full, choice))
+        chunks = self._chunks()
+        choices = [owner for owner in self.pool.owners if isinstance(owner, AnswerRow)]  # in the order of the rows
+        if not choices and not chunks:
             return
         begin = perf_counter()
-        drafts = self._drafting.propose({choice: self._jobs[choice] for choice in choices}, self.pool)
+        jobs = {choice: self._jobs[choice] for choice in choices}
+        drafts = self._drafting.propose(jobs, self.pool) if choices else {}
         ran = perf_counter()
+        feed: dict[AnswerRow | Reader, list[int]] = {}
+        wanted: dict[AnswerRow | Reader, int] = {}
+        for choice in choices:
+            draft = drafts.get(choice, Draft()).tokens
+            feed[choice], wanted[choice] = [*choice.feed, *draft], 1 + len(draft)
+        for reader, size in chunks.items():
+            feed[reader] = _ids_of(reader, size)
+            wanted[reader] = self._wanted(reader, size)
         try:
-            feed = {choice: choice.feed + list(drafts.get(choice, Draft()).tokens) for choice in choices}
-            logits = self.pool.verify(feed) if drafts else self.pool.step(feed)[:, None]
+            logits = self.pool.step(feed, wanted, commit=not drafts, once=chunks)
         except BaseException:  # of any row; whose it was shows when each is alone
-            self._decode_apart(choices)
+            self._compute_apart(choices, chunks)
             return
         read = {choice: len(choice.feed) for choice in choices}
+        own = {reader: logits[self.pool.row(reader)] for reader in chunks}
         accepted, failed = self._take(choices, logits, drafts)
-        if drafts:
-            self._accept({choice: feed[choice][: read[choice] + accepted[choice]] for choice in choices})
-        tokens = sum(map(len, feed.values()))
-        self._drafting.measured(drafts, accepted, tokens, perf_counter() - ran, len(choices))
-        self._end_choices(choices, failed)
-        self._pace.decoded(perf_counter() - begin)
+        if drafts and not self._accept(
+            {choice: feed[choice][: read[choice] + accepted[choice]] for choice in choices}, chunks
+        ):
+            own = {}
+        seconds = perf_counter() - ran
+        if chunks:
+            sizes, heads = [(size, reader.at) for reader, size in chunks.items()], [wanted[reader] for reader in chunks]
+            seconds = self._pace.read(seconds, sizes, sum(heads), len(choices))
+        if choices:
+            tokens = sum(len(feed[choice]) for choice in choices)
+            self._drafting.measured(drafts, accepted, tokens, seconds, len(choices))
+            self._end_choices(choices, failed)
+            if not chunks:
+                self._pace.decoded(perf_counter() - begin, len(choices))
+            self._delivery.deliver()  # who ended does not wait for what is kept of prompts
+        for reader, places in own.items():
+            if reader in self.pool:
+                self._guarded(_job_of(reader), partial(self._has_read, reader, chunks[reader], places))
 
-    def _accept(self, texts: Mapping[AnswerRow, list[int]]) -> None:
-        """Commit what holds of a step that was verified; if that fails, the next step reads it again."""
+    def _accept(self, texts: Mapping[AnswerRow, list[int]], chunks: Mapping[Reader, int]) -> bool:
+        """Commit what holds of a step that was verified. False if that fails: the next step reads it again."""
         try:
-            self.pool.accept({choice: len(text) for choice, text in texts.items()})
+            self.pool.accept(dict(chain(((choice, len(text)) for choice, text in texts.items()), chunks.items())))
         except BaseException:  # nothing of it was committed, and its tokens are given out
             for choice, text in texts.items():
                 choice.feed[:0] = text
+            return False
+        return True
 
-    def _decode_apart(self, choices: list[AnswerRow]) -> None:
+    def _compute_apart(self, choices: list[AnswerRow], chunks: Mapping[Reader, int]) -> None:
         """A step of all failed, and changed nothing: have each row take it by itself, so that one stops no other."""
+        for reader, size in chunks.items():
+            self._guarded(_job_of(reader), partial(self._read_one, reader, size))
         for choice in choices:
             job = self._jobs.get(choice)
             if job is not None and choice.finished is None:
                 self._guarded(job, partial(self._decode_one, choice))
 
+    def _read_one(self, reader: Reader, size: int, job: Job) -> None:
+        ids = _ids_of(reader, size)
+        logits = self.pool.step({reader: ids}, {reader: self._wanted(reader, size)}, once=[reader])
+        self._has_read(reader, size, logits[self.pool.row(reader)], job)
+
     def _decode_one(self, choice: AnswerRow, job: Job) -> None:
-        _, failed = self._take([choice], self.pool.step({choice: choice.feed})[:, None], {})
+        _, failed = self._take([choice], self.pool.step({choice: choice.feed}, {choice: 1}), {})
         self._end_choices([choice], failed)
 
     def _take(
         self, choices: list[AnswerRow], logits: Tensor, drafts: Mapping[AnswerRow, Draft]
     ) -> tuple[dict[AnswerRow, int], dict[Job, BaseException]]:
-        """Give each of these its next tokens, from logits float32 `[R, T, V]` of what it had to read and of its draft.
-
-        Where it has none, they may be those after the last token alone. Returns how many tokens of each draft hold, and
-        the requests whose tokens could not be chosen.
-        """
+        """Give each of these its next tokens, from logits float32 `[R, K, V]` after what it had to read and of its
+        draft. Returns how many tokens of each draft hold, and the requests whose tokens could not be chosen."""
+        logits = logits[:, : 1 + max((len(draft) for draft in drafts.values()), default=0)]
         together = [choice for choice in choices if choice.plain]
         best = dict(zip(together, most_likely(logits, [self.pool.row(choice) for choice in together])))
         accepted = dict.fromkeys(choices, 0)
@@ -545,13 +593,10 @@ class Scheduler:
             job = self._jobs[choice]
             if job in failed:
                 continue
-            first = min(len(choice.feed), logits.shape[1]) - 1  # the place after what it had to read
             choice.feed.clear()
             try:
-                places, likely = logits[self.pool.row(choice), first:], best[choice][first:] if choice in best else None
-                accepted[choice] = verify(
-                    choice, places, drafts.get(choice, Draft()), partial(self._give, job, choice), likely
-                )
+                places, draft = logits[self.pool.row(choice)], drafts.get(choice, Draft())
+                accepted[choice] = verify(choice, places, draft, partial(self._give, job, choice), best.get(choice))
             except BaseException as error:
                 failed[job] = error
         return accepted, failed
@@ -657,9 +702,13 @@ class Scheduler:
 
     def _forget(self, job: Job) -> None:
         """Take a request out of everything; what was computed is kept if it can be: memory may be what it ended for."""
-        if job.state is not None and job.at and job in self.reading:
+        if job.at and job in self.reading:
             with suppress(BaseException):
-                self._keep(job.state.snapshot(0), job)
+                self._keep(self._read_so_far(job), job)
+        readers: list[Reader] = [job, *(work for work in self.preempted if work.job is job)]
+        for reader in readers:
+            with suppress(BaseException):
+                self._unseat(reader)
         for choice in [choice for choice, owner in self._jobs.items() if owner is job]:
             with suppress(BaseException):
                 self._leave(choice)
@@ -674,7 +723,7 @@ class Scheduler:
     def _keep(self, snapshot: Snapshot, job: Job) -> None:
         held = self.row_bytes()
         self.peak = max(self.peak, held)
-        self._spare = -1
+        self._looks = 2
         self._reuse.keep(snapshot, held, job.salt)
 
     def _guarded(self, job: Job, action: Callable[[Job], None]) -> None:
@@ -683,3 +732,18 @@ class Scheduler:
             action(job)
         except BaseException as error:  # of a model, a grammar or a store that others wrote: its sender hears of it
             self._fail(job, error)
+
+
+def _job_of(reader: Reader) -> Job:
+    return reader if isinstance(reader, Job) else reader.job
+
+
+def _echoes(reader: Reader) -> bool:
+    """Whether log probabilities of the text's own tokens are wanted."""
+    return reader.params.prompt_logprobs is not None if isinstance(reader, Job) else reader.echo
+
+
+def _ids_of(reader: Reader, size: int) -> list[int]:
+    """The next tokens of a text."""
+    ids = reader.prompt if isinstance(reader, Job) else reader.text
+    return ids[reader.at : reader.at + size]

@@ -367,7 +367,7 @@ def most_likely(logits: Tensor, rows: Sequence[int]) -> list[list[int | None]]:
     """The most likely tokens of each of these rows of float32 `[R, T, V]`; None where the logits are not numbers."""
     if not rows:
         return []
-    here = logits if len(rows) == len(logits) else logits[list(rows)]
+    here = logits if [*rows] == [*range(len(logits))] else logits[list(rows)]
     values, ids = ops.argmax(here.flatten(0, 1))
     tokens = [token if right else None for token, right in zip(ids.tolist(), (values > -torch.inf).tolist())]
     width = here.shape[1]

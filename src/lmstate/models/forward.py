@@ -39,14 +39,17 @@ class Forward:
     give_way: Callable[[], None]  # see `giving_way`
 
     def __call__(self, ids: list[list[int]], step: Step, state: State, logits: Logits) -> Tensor | None:
-        """ "last" -> float32 `[R, features]`, "all" -> `[R, T, features]`, "none" -> None; see `Model.__call__`."""
+        """ "last" -> float32 `[R, features]`, "all" -> `[R, T, features]`, "none" -> None, numbers k of last tokens ->
+        `[R, max(k), features]`; see `Model.__call__`."""
         if logits == "all":
             return self._all(ids, step, state)
         if logits == "last":
             return self._last(ids, step, state)
-        for _ in self._parts(ids, step, state, last=[0] * step.rows):
-            pass
-        return None
+        if logits == "none":
+            for _ in self._parts(ids, step, state, keep=[0] * step.rows):
+                pass
+            return None
+        return self._kept(ids, step, state, logits)
 
     def _all(self, ids: list[list[int]], step: Step, state: State) -> Tensor:
         """Features of every token, zero at padding; held once."""
@@ -95,29 +98,47 @@ class Forward:
         return hidden if out is None else out.copy_(hidden)
 
     def _last(self, ids: list[list[int]], step: Step, state: State) -> Tensor:
-        rows: list[int] = []
-        last: list[Tensor] = []  # [n, E] hidden at the last tokens of the next n of `rows`
-        for offset, part, hidden in self._parts(ids, step, state, last=step.counts):
-            ends = [row for row, n in enumerate(step.counts) if offset < n <= offset + part.width]
-            if ends:
-                last.append(hidden[:, 0] if len(ends) == step.rows else hidden[ends, 0])
-                rows += ends
-        if rows == list(range(step.rows)):
-            return self._features(last[0] if len(last) == 1 else torch.cat(last))
+        if all(step.counts):
+            return self._kept(ids, step, state, [1] * step.rows)[:, 0]
         out = torch.full((step.rows, self.features), float("nan"), dtype=torch.float32, device=self.output)
         for row, logits in enumerate(state.last_logits()):
             if logits is not None:
                 out[row] = logits
-        if rows:
-            out[rows] = self._features(torch.cat(last))
+        if rows := [row for row, count in enumerate(step.counts) if count]:
+            out[rows] = self._kept(ids, step, state, [min(count, 1) for count in step.counts])[rows, 0]
         return out
 
+    def _kept(self, ids: list[list[int]], step: Step, state: State, keep: Sequence[int]) -> Tensor:
+        """Features of the last `keep[r]` tokens of each row, `[R, max(keep), features]`, zero behind them."""
+        most = max(keep)
+        pieces: list[Tensor] = []  # hidden at the next of `places`
+        places: list[int] = []  # among the R * most of the result
+        for offset, part, hidden in self._parts(ids, step, state, keep):
+            own = _kept_of(part, offset, step, keep)
+            if any(own):
+                width = hidden.shape[1]
+                within = [row * width + at for row, n in enumerate(own) for at in range(n)]
+                flat = hidden.flatten(0, 1)
+                pieces.append(flat if len(within) == len(flat) else flat[within])
+                for row, n in enumerate(own):
+                    first = row * most + max(0, offset - (step.counts[row] - keep[row]))
+                    places += range(first, first + n)
+        if not pieces:
+            return torch.zeros(step.rows, most, self.features, dtype=torch.float32, device=self.output)
+        features = self._features(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
+        if places == list(range(step.rows * most)):
+            return features.view(step.rows, most, -1)
+        out = features.new_zeros(step.rows * most, self.features)
+        out[places] = features
+        return out.view(step.rows, most, -1)
+
     def _parts(
-        self, ids: list[list[int]], step: Step, state: State, last: Sequence[int] | None = None
+        self, ids: list[list[int]], step: Step, state: State, keep: Sequence[int] | None = None
     ) -> Iterator[tuple[int, Step, Tensor]]:
         """Run the blocks over a step, part by part: (offset, part, hidden float32 `[R, t, E]`).
 
-        last: hidden is of the `last[r]`-th token of each row alone, in the part that has it; 0: of none.
+        keep: hidden is of the last `keep[r]` tokens of each row alone, as far as the part has them, in a part of more
+        than one token a row.
         """
         if not step.width:
             return
@@ -128,7 +149,12 @@ class Forward:
             width = part.width
             rows = [row[offset : offset + width] for row in ids]
             padded = integers([row + [0] * (width - len(row)) for row in rows]).to(self.device)
-            keep = None if last is None or width == 1 else [int(offset < n <= offset + width) for n in last]
-            yield offset, part, self.run(padded, part, state, keep)
+            own = None if keep is None or width == 1 else _kept_of(part, offset, step, keep)
+            yield offset, part, self.run(padded, part, state, own)
         if self.on_part is not None:
             self.on_part(step.width, step.width)
+
+
+def _kept_of(part: Step, offset: int, step: Step, keep: Sequence[int]) -> list[int]:
+    """Number of each row's tokens in a part that are among the row's last `keep[r]` of the step: the part's last."""
+    return [max(0, min(n, offset + n - (count - kept))) for n, count, kept in zip(part.counts, step.counts, keep)]

@@ -30,7 +30,7 @@ from lmstate.models.layers.cross_attention import CrossAttention
 from lmstate.models.layers.embedding import EmbeddingHook, LearnedPositions, OutputHook
 from lmstate.models.layers.rope import Rope
 from lmstate.models.stack import arrived, run_eager, run_stack, run_tapped
-from lmstate.models.tokens import Tokens, token_rows
+from lmstate.models.tokens import Tokens, last_counts, token_rows
 from lmstate.models.trace import OnSublayer, Traced, traced_blocks
 from lmstate.ops import Norm, Weight
 from lmstate.ops.dispatch import giving_way
@@ -42,7 +42,7 @@ from lmstate.state.kv.policies.per_layer import Policies, policies_of
 from lmstate.state.media import overlaid
 from lmstate.state.snapshot import differences
 from lmstate.state.tree import grow
-from lmstate.state.validate import flag, whole_number
+from lmstate.state.validate import flag, flags, whole_number
 
 if TYPE_CHECKING:
     from lmstate.text.tokenizer import Tokenizer
@@ -302,30 +302,29 @@ class Model:
         logits: Logits | None = None,
         commit: bool = True,
         parents: Sequence[Sequence[int]] | None = None,
-        rewindable: bool = True,
+        rewindable: bool | Sequence[bool] = True,
     ) -> Tensor | None:
         """Extend the state by `tokens`, and return float32 logits.
 
         tokens: int64 `[rows, T]`, or one list of ids a row (ragged; an empty list is an idle row).
         logits: `"last"` -> `[rows, V]` at each row's last token (an idle row repeats its last logits, NaN if it has
-        none yet); `"all"` -> `[rows, T, V]`, right-padded with zeros; `"none"` -> None. Default: `"last"`, or `"all"`
-        without a state.
+        none yet); `"all"` -> `[rows, T, V]`, right-padded with zeros; `"none"` -> None; a number k for each row ->
+        `[rows, max(k), V]` at the last k tokens of each, right-padded with zeros. Default: `"last"`, or `"all"` without
+        a state.
         commit=False leaves the tokens pending until `state.commit` or `state.discard`; do not write into the logits
         until then.
         parents: the tokens of each row are a tree; for each the index of its parent among them, -1 for one that follows
         the row's last token. With `commit=False`; the logits are of all nodes, and `state.commit_path` is the verdict.
         rewindable=False: to go back into these tokens costs computing them again, inside the state's rewind window too:
-        recurrent layers read them in one go, without a stop for a checkpoint. With `commit=False` it changes nothing.
+        recurrent layers read them in one go, without a stop for a checkpoint. One for all rows, or one for each.
         Without a state: the plain forward over whole sequences, of a model without an encoder. Raises `StateError` on
         bad tokens and on the state of another model, `CapacityError`, `PendingError`; no error changes the state.
         """
-        if logits not in (None, "last", "all", "none"):
-            raise StateError(f'logits={logits!r} was asked for; there are "last", "all" and "none"')
+        if isinstance(logits, str) and logits not in ("last", "all", "none"):
+            raise StateError(f'logits={logits!r} was asked for; there are "last", "all", "none", and a number a row')
         if parents is not None:
             return self._tree(token_rows(tokens, self.config.vocab_size), state, logits or "all", commit, parents)
-        return self._extend(
-            tokens, state, logits, commit, self._run, self.logits, flag(rewindable, "rewindable") or not commit
-        )
+        return self._extend(tokens, state, logits, commit, self._run, self.logits, rewindable)
 
     def hidden(
         self,
@@ -419,10 +418,12 @@ class Model:
         commit: bool,
         run: Run,
         head: Head | None,
-        rewindable: bool = True,
+        rewindable: bool | Sequence[bool] = True,
     ) -> Tensor | None:
         """The transaction of a call; without a head, what it gives is not logits but hidden states."""
         ids, commit = token_rows(tokens, self.config.vocab_size), flag(commit, "commit")
+        kept = None if logits is None or isinstance(logits, str) else last_counts(logits, ids)
+        lasting = flags(rewindable, len(ids), "rewindable")
         if state is None:
             if self.encoder is not None:
                 raise StateError(
@@ -438,11 +439,11 @@ class Model:
             return self._extend(ids, self._new_state(layout), logits or "all", False, run, head)
         self._refuse_other(state)
         self._catch_up(state, ids, logits or "last")
-        step = state.plan(ids, speculative=not commit, rewindable=rewindable)
+        step = state.plan(ids, speculative=not commit, rewindable=lasting)
         try:
             with giving_way() as give_way:
-                out = self._forward(run, head, give_way)(ids, step, state, logits or "last")
-                state.record_logits(None if head is None else out)
+                out = self._forward(run, head, give_way)(ids, step, state, kept or logits or "last")
+                state.record_logits(None if head is None else out, kept)
                 if commit:
                     state.commit()
         except BaseException:

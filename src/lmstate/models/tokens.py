@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from lmstate.errors import StateError
-from lmstate.state.validate import token_ids
+from lmstate.state.validate import token_ids, whole_number
 
 Tokens = Tensor | Sequence[Sequence[int]]
 """int64 `[rows, T]`, or one list of ids a row."""
@@ -30,3 +30,11 @@ def token_rows(tokens: Tokens, vocab_size: int) -> list[list[int]]:
     if not ids:
         raise StateError("no rows of tokens were given; a batch has at least one, idle rows are empty lists")
     return ids
+
+
+def last_counts(counts: Sequence[int], ids: Sequence[Sequence[int]]) -> list[int]:
+    """Numbers of last tokens, one for each row of `ids`, that have as many. Raises `StateError` for any others."""
+    numbers = [whole_number(count, "a number of logits") for count in counts]
+    if len(numbers) != len(ids) or any(not 0 <= n <= len(row) for n, row in zip(numbers, ids)):
+        raise StateError(f"logits={numbers} was asked for; the rows have {[len(row) for row in ids]} tokens")
+    return numbers

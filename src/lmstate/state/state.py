@@ -35,7 +35,8 @@ class Pending:
 
     step: Step
     ids: list[list[int]]
-    logits: Tensor | None = None  # [R, T, V] of every token, or [R, V] of the last ones
+    logits: Tensor | None = None  # [R, T, V] of every token, [R, V] of the last ones, or [R, K, V] of the `kept` last
+    kept: Sequence[int] | None = None
     refused: StateError | None = None  # why no verdict but `discard` can be given
     ready: bool = False  # its forward is done
 
@@ -247,18 +248,20 @@ class State:
             rows.append(row)
         self._apply(changes, rows, ends_step=True)
 
-    def plan(self, ids: Sequence[Sequence[int]], *, speculative: bool = False, rewindable: bool = True) -> Step:
+    def plan(self, ids: Sequence[Sequence[int]], *, speculative: bool = False, rewindable: Sequence[bool] = ()) -> Step:
         """Reserve room for new tokens in every layer, or in none; `record_logits` makes the step pending."""
         counts = tuple(map(len, ids))
         assert all(row.cached == row.length for row in self._rows), "plan before the backlog was computed"
         for index, (row, new) in enumerate(zip(self._rows, ids)):
             self._check_media(index, row, new)
-        return self._reserve([list(row) for row in ids], speculative, self._rope_lengths(counts), rewindable)
+        partly = None if all(rewindable) else tuple(rewindable)
+        return self._reserve([list(row) for row in ids], speculative, self._rope_lengths(counts), partly)
 
-    def record_logits(self, logits: Tensor | None) -> None:
-        """The planned step's forward is done; its logits are `[R, T, V]`, or `[R, V]` of the last tokens."""
+    def record_logits(self, logits: Tensor | None, kept: Sequence[int] | None = None) -> None:
+        """The planned step's forward is done; its logits are `[R, T, V]`, `[R, V]` of the last tokens, or `[R, K, V]`
+        of the last `kept[r]` of each row."""
         assert self._pending is not None
-        self._pending = Pending(self._pending.step, self._pending.ids, logits, ready=True)
+        self._pending = Pending(self._pending.step, self._pending.ids, logits, kept, ready=True)
 
     def last_logits(self) -> list[Tensor | None]:
         """Of each row: float32 `[V]` after its last committed token, where known."""
@@ -331,7 +334,7 @@ class State:
         for index, (row, ids, n) in enumerate(zip(self._rows, pending.ids, accepted)):
             if n:
                 row = row.extended(ids[:n])
-                logits = self._logits_if_valid(row, _logits_at(pending.logits, index, n, step.counts[index]))
+                logits = self._logits_if_valid(row, _logits_at(pending, index, n))
                 row = row._replace(cached=row.cached + n, logits=logits)
             rows.append(row)
         self._apply(changes, rows, ends_step=True)
@@ -781,7 +784,11 @@ class State:
         return tuple(max(row.length + count, row.expected) for row, count in zip(self._rows, counts))
 
     def _reserve(
-        self, ids: list[list[int]], speculative: bool, rope_lengths: tuple[int, ...], rewindable: bool = True
+        self,
+        ids: list[list[int]],
+        speculative: bool,
+        rope_lengths: tuple[int, ...],
+        rewindable: tuple[bool, ...] | None = None,
     ) -> Step:
         counts = tuple(map(len, ids))
         starts = tuple(row.cached for row in self._rows)
@@ -829,7 +836,7 @@ class State:
             layer.adopt_device_step(step)
         ids = [row[:n] for row, n in zip(tokens, counts)]
         changes = Changes()
-        changes.assign(self, "_pending", Pending(step, ids, result.logits, refused, ready=True))
+        changes.assign(self, "_pending", Pending(step, ids, result.logits, None, refused, ready=True))
         changes.assign(self._device, "result", None)
         changes.apply()
 
@@ -868,10 +875,12 @@ def _without_embeddings(row: Row, stop: int) -> str | None:
     return None
 
 
-def _logits_at(logits: Tensor | None, row: int, accepted: int, count: int) -> Tensor | None:
+def _logits_at(pending: Pending, row: int, accepted: int) -> Tensor | None:
     """The logits after a row's last accepted token, if the forward computed them."""
+    logits, count = pending.logits, pending.step.counts[row]
     if logits is None:
         return None
-    if logits.ndim == 3:
-        return logits[row, accepted - 1]
-    return logits[row] if accepted == count else None
+    if logits.ndim == 2:
+        return logits[row] if accepted == count else None
+    first = 0 if pending.kept is None else count - pending.kept[row]
+    return logits[row, accepted - 1 - first] if accepted > first else None

@@ -45,7 +45,7 @@ class Step:
     rope_lengths: tuple[int, ...]
     speculative: bool = False  # a verdict may accept a prefix of it
     chunk: int = CHUNK  # tokens of a row that one forward takes; a longer step runs as several
-    rewindable: bool = True  # whether a rewind to a place in it, or a bit before, is to compute nothing again
+    rewindable: tuple[bool, ...] | None = None  # see `rewinds`; None: all rows
     media: tuple[Spans, ...] = ()  # pictures of each row, see `Row`; none at all where no row has any
     extras: Extras = field(default_factory=dict, repr=False, compare=False)  # type: ignore[assignment]
     _cached: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -133,11 +133,16 @@ class Step:
                 extras[name] = tensor.to(device)
         return moved
 
+    def rewinds(self, row: int) -> bool:
+        """Whether a rewind of a row to a place in the step, or a bit before, is to compute nothing again."""
+        return self.rewindable is None or self.rewindable[row]
+
     def with_idle_row(self) -> Step:
         """The same with one row more, which brings no tokens."""
         starts, counts, lengths = ((*numbers, 0) for numbers in (self.starts, self.counts, self.rope_lengths))
         media = (*self.media, ()) if self.media else ()
-        return Step(starts, counts, self.device, lengths, self.speculative, self.chunk, self.rewindable, media)
+        rewindable = None if self.rewindable is None else (*self.rewindable, True)
+        return Step(starts, counts, self.device, lengths, self.speculative, self.chunk, rewindable, media)
 
     def part(self, starts: tuple[int, ...], counts: tuple[int, ...]) -> Step:
         """A step of the same rows over other tokens of theirs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from numbers import Real
 from typing import Any, SupportsFloat, SupportsIndex
@@ -39,6 +39,15 @@ def flag(value: bool, what: str) -> bool:
     if not isinstance(value, bool):
         raise StateError(f"{what} must be True or False; {value!r:.80} was given")
     return value
+
+
+def flags(values: bool | Sequence[bool], rows: int, what: str) -> tuple[bool, ...]:
+    """One flag for each row; a single one is that of all. Raises `StateError` for anything else."""
+    if isinstance(values, bool):
+        return (values,) * rows
+    if not isinstance(values, Sequence) or len(values) != rows:
+        raise StateError(f"{what} must be True or False, or that for each of {rows} rows; {values!r:.80} was given")
+    return tuple(flag(value, what) for value in values)
 
 
 def token_ids(values: Iterable[SupportsIndex], whose: str, vocab_size: int | None = None) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from typing import Any, Self
@@ -89,7 +89,7 @@ class ParameterModel(Model, ABC):
         commit: bool,
         run: Run,
         head: Head | None,
-        rewindable: bool = True,
+        rewindable: bool | Sequence[bool] = True,
     ) -> Tensor | None:
         self.refresh()
         if isinstance(state, State) and torch.is_grad_enabled():

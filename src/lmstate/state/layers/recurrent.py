@@ -189,7 +189,7 @@ class RecurrentState(LayerState):
 
     def _is_short(self, step: Step, pending: PendingCarry) -> bool:
         """Whether no row passes more than one checkpoint in it, which is the whole step."""
-        return step is pending.step and step.width <= self.period and step.rewindable and not self.layout.static
+        return step is pending.step and step.width <= self.period and step.rewindable is None and not self.layout.static
 
     def adopt_device_step(self, step: Step) -> None:
         inputs = self.step_inputs[:, : step.width]
@@ -230,7 +230,7 @@ class RecurrentState(LayerState):
         if not self.period:
             return
         if passed:
-            changes.assign(self, "checkpoints", self._with_passed(passed, lengths, step.rewindable))
+            changes.assign(self, "checkpoints", self._with_passed(passed, lengths, step))
         if not pending.inputs:
             return
         # A log is written where no rewind before this commit reads, or it is a copy.
@@ -387,8 +387,9 @@ class RecurrentState(LayerState):
     def _log(self, step: Step, inputs: Tensor) -> PendingCarry:
         """Keep a chunk's inputs if they may be scanned again."""
         pending = self._reserved()
-        logged = step.rewindable and any(
-            n and end > last - 2 * self.period for n, end, last in zip(step.counts, step.ends, pending.step.ends)
+        logged = any(
+            n and step.rewinds(row) and end > last - 2 * self.period
+            for row, (n, end, last) in enumerate(zip(step.counts, step.ends, pending.step.ends))
         )
         if step.speculative or logged:
             pending.inputs.append((step, inputs))
@@ -506,9 +507,10 @@ class RecurrentState(LayerState):
         return (Checkpoint(0, self._zero) if self.period else None), None
 
     def _with_passed(
-        self, passed: Sequence[PassedCarry], lengths: Sequence[int], rewindable: bool
+        self, passed: Sequence[PassedCarry], lengths: Sequence[int], step: Step
     ) -> list[tuple[Checkpoint | None, Checkpoint | None]]:
-        """The checkpoints once rows of these lengths have passed where they did; older ones only if `rewindable`."""
+        """The checkpoints once rows of these lengths have passed where they did in a step; older ones of rows that it
+        `rewinds` alone."""
         rows = list(self.checkpoints)
         for passage in passed:
             for row, (at, length) in enumerate(zip(passage.positions, lengths)):
@@ -517,7 +519,7 @@ class RecurrentState(LayerState):
                 # The only row's is the carry itself, which nothing writes into; of several, each keeps its own alone.
                 shared = len(rows) == 1 and not self.layout.static
                 carry = passage.carry if shared else tuple(part[row : row + 1].clone() for part in passage.carry)
-                even, odd = rows[row] if rewindable else (None, None)
+                even, odd = rows[row] if step.rewinds(row) else (None, None)
                 here = Checkpoint(at, carry)
                 rows[row] = (here, odd) if at // self.period % 2 == 0 else (even, here)
         return rows
@@ -573,17 +575,17 @@ def _prefix(step: Step, counts: tuple[int, ...]) -> Step:
 
 
 def _cuts(step: Step, ends: Sequence[int], period: int) -> list[tuple[list[int], list[int | None]]]:
-    """Positions to stop at inside a step: the last two multiples of `period` before each row's end.
+    """Positions to stop at inside a step: the last two multiples of `period` before each row's end, or, of a row that
+    the step does not rewind, the end.
 
     For each of the two: how many of each row's tokens come before it, and its position in the rows that pass it here.
-    Of a step that is not rewindable, the ends.
     """
     if not period:
         return []
-    last = [end // period * period for end in ends] if step.rewindable else ends
-    before = [mark - period for mark in last]
+    last = [end // period * period if step.rewinds(row) else end for row, end in enumerate(ends)]
+    before = [mark - period if step.rewinds(row) else 0 for row, mark in enumerate(last)]
     cuts = []
-    for marks in (before, last) if step.rewindable else (last,):
+    for marks in (before, last):
         passes: list[int | None] = [
             mark if start < mark <= start + n else None for mark, start, n in zip(marks, step.starts, step.counts)
         ]
