@@ -244,7 +244,9 @@ def test_pieces_that_do_not_follow_are_refused() -> None:
     for piece in (Piece("x", 0, [3, 4], start=1), Piece("x", 0, [4], start=0), Piece("x", 0, [9], start=3)):
         heard: list[Listener] = []
 
-        def send(work: Work, answered: list[list[int]], listener: Listener, to: list[Listener] = heard) -> Request:
+        def send(
+            work: Work, answered: list[list[int]], listener: Listener, tried: list[str], to: list[Listener] = heard
+        ) -> Request:
             to.append(listener)
             return Request([1], lambda: None, Delivery())
 

@@ -52,9 +52,11 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "lmstate.cluster": [
         {"key"},
-        {"placement", "handle"},
-        {"moving"},
-        {"front"},
+        {"placement", "handle", "ray_channel", "ray_cluster"},
+        {"moving", "wire"},
+        {"front", "remote", "served"},
+        {"serving", "replica"},
+        {"deploy"},
     ],
     "lmstate.state": [
         {"blocks", "changes", "gradients", "inference_mode", "validate"},

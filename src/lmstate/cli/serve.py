@@ -17,6 +17,7 @@ import typer
 
 from lmstate.cli import options
 from lmstate.cli.output import note
+from lmstate.cli.replicas import check_replicas, front_of, replicated
 from lmstate.cli.served import EngineOptions, adapted_sources, models_in, read_adapters, served_name, sources
 
 
@@ -78,6 +79,16 @@ def serve(
             metavar="FOLDER|URL",
             help="Prefixes, sessions and responses survive in this folder, Redis or object store, for all servers that "
             "share it.",
+        ),
+    ] = None,
+    replicas: Annotated[
+        int,
+        typer.Option("--replicas", min=1, help="Engines, in processes of their own on Ray Serve, that share --store."),
+    ] = 1,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster", metavar="ADDRESS", help="Run them on this Ray cluster, not on a Ray of this machine."
         ),
     ] = None,
     max_itl: Annotated[
@@ -175,7 +186,9 @@ def serve(
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=max(level, logging.INFO))
     logging.getLogger("lmstate").setLevel(level)
     logging.getLogger("uvicorn.error").setLevel(max(level, logging.WARNING))
-    if store is not None:
+    if clustered := replicas > 1 or cluster is not None:
+        check_replicas(replicas, store, one and not adapters)
+    elif store is not None:
         check_store(store)
     lasts = store is not None
     with ExitStack() as ending:
@@ -188,7 +201,7 @@ def serve(
             read_keys(api_key_file),
             tuple(alias or ()),
             tuple(cors_origin or ()),
-            None if store is None or "://" in store else Path(store),
+            None if store is None or clustered or "://" in store else Path(store),
             log_prompts,
             shared,
             max_new_tokens=max_tokens,
@@ -215,7 +228,11 @@ def serve(
             max_itl,
             stall,
         )
-        if one and not adapters:
+        if clustered:
+            engine = front_of(ending.enter_context(replicated(names[0], replicas, cluster, how)))
+            server = make_server(engine, settings)
+            about = f"{replicas} replicas, {engine.rows} rows, context {engine.model.context_size or 'any'}"
+        elif one and not adapters:
             engine = ending.enter_context(how.engine(how.load(names[0])))
             server = make_server(engine, settings)
             about = f"{engine.rows} rows, context {engine.model.context_size or 'any'}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -49,6 +49,7 @@ class Front:
         self._replay = Replay()
         self._placement = Placement(costs)
         self._replicas: dict[str, ReplicaHandle] = {}
+        self._seen: dict[str, tuple[Load, bool]] = {}  # loads that the placement knows, and who takes requests
         self._draining: set[str] = set()
         self._lengths: OrderedDict[str, int] = OrderedDict()  # tokens of sessions
         self._lock = Lock()
@@ -59,13 +60,17 @@ class Front:
             self.add(replica)
 
     def add(self, replica: ReplicaHandle) -> None:
-        """Send requests to one more replica. Raises ValueError for one of another namespace, or of an id that is."""
+        """Send requests to one more replica.
+
+        Raises ValueError for one of another namespace, or of the id of one that is not lost.
+        """
         if replica.namespace != self.namespace:
             raise ValueError(
                 f"replica {replica.id} is of {replica.namespace!r}, this front of {self.namespace!r}: states of one "
                 "mean nothing to the other; make a front for each"
             )
         with self._lock:
+            self._observe()
             if replica.id in self._replicas:
                 raise ValueError(f"there is a replica {replica.id!r} already; ids differ, also after a restart")
             self._replicas[replica.id] = replica
@@ -80,9 +85,13 @@ class Front:
         session: str | None = None,
         itl: float | None = None,
         idempotency_key: str | None = None,
+        salt: str = "",
+        settle: Callable[[], None] | None = None,
         **changes: Any,
     ) -> Request:
         """`Engine.submit` at the replica that is estimated to answer soonest.
+
+        settle  is called before the outcome is told, on a thread that may wait
 
         A session is given by its name. Its turns get an idempotency key if they have none, so that a turn whose replica
         ends is in the record once; as with every key, one that is cancelled is not kept.
@@ -96,32 +105,33 @@ class Front:
         if session is None:
             if idempotency_key is not None:
                 raise ValueError("an idempotency_key was given; it is for turns of a session")
-            ids = prompt_ids(self.model, prompt, self._replay)
+            ids = prompt_ids(self.model, prompt, self._replay, salt)
             check_length(self.model, ids)
-            key, told = route_key(ids), ids
+            key, told = route_key(ids, tenant=salt), ids
         else:
             check_name(session)
             idempotency_key = idempotency_key or uuid4().hex
             told = [dict(message) for message in prompt] if are_messages(prompt) else cast("str | list[int]", prompt)
-            key = route_key([], session=session)
+            key = route_key([], session=session, tenant=salt)
             key = replace(key, tokens=self._lengths.get(session, 0) + len(prompt))
-        work = Work(told, params, priority, deadline, itl, session, idempotency_key)
-        request = MovingRequest(work, ids, partial(self._send, key), self._movers.submit, self._thinking_format)
+        work = Work(told, params, priority, deadline, itl, session, idempotency_key, salt)
+        request = MovingRequest(work, ids, partial(self._send, key), self._movers.submit, self._thinking_format, settle)
         if session is not None:
             request.when_done(partial(self._measure, session))
         request.start()
         return request
 
-    def _send(self, key: RouteKey, work: Work, answered: list[list[int]], listener: Listener) -> Errand:
-        """Give a request to the best replica that takes it."""
+    def _send(
+        self, key: RouteKey, work: Work, answered: list[list[int]], listener: Listener, tried: list[str]
+    ) -> Errand:
+        """Give a request to the best replica that takes it and was not tried."""
         refused: Exception | None = None
         with self._lock:
-            self.refuse_closed()
-            self._observe()
-            order = self._placement.choose(key, self.namespace)
-            replicas = [self._replicas[id] for id in order]
             self.moved += bool(answered)
-        for replica in replicas:
+        for replica in self.by_choice(key):
+            if replica.id in tried:
+                continue
+            tried.append(replica.id)
             try:
                 errand = replica.submit(work, answered, listener)
             except (QueueFull, EngineClosed, ReplicaLost) as error:
@@ -132,8 +142,15 @@ class Front:
             return errand
         raise refused or EngineClosed("no replica takes requests now: all are lost or are being drained")
 
+    def by_choice(self, key: RouteKey) -> list[ReplicaHandle]:
+        """The replicas that take requests, the best for this key first."""
+        with self._lock:
+            self.refuse_closed()
+            self._observe()
+            return [self._replicas[id] for id in self._placement.choose(key, self.namespace)]
+
     def _observe(self) -> None:
-        views = []
+        views, seen = [], {}
         for id, replica in list(self._replicas.items()):
             try:
                 load = replica.load()
@@ -143,11 +160,17 @@ class Front:
                 continue
             unread = self._placement.costs.read * load.unread
             wait = unread if load.first_token is None else load.first_token
-            takes = id not in self._draining
+            takes = replica.takes and id not in self._draining
+            seen[id] = (load, takes)
             views.append(
                 ReplicaView(id, replica.rank, replica.namespace, wait, load.answering, load.free_tokens, takes)
             )
-        self._placement.observe(views)
+        # What was sent since the last loads counts beside them.
+        if seen.keys() != self._seen.keys() or any(
+            load is not self._seen[id][0] or takes != self._seen[id][1] for id, (load, takes) in seen.items()
+        ):
+            self._placement.observe(views)
+            self._seen = seen
 
     def _measure(self, session: str, request: Request) -> None:
         with self._lock:

@@ -28,6 +28,7 @@ class Work:
     itl: float | None = None
     session: str | None = None  # whose turn it is; `prompt` is then appended to it
     key: str | None = None  # of the session's turn
+    salt: str = ""  # of its prefixes
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,26 @@ class ReplicaHandle(Protocol):
     @property
     def rows(self) -> int: ...
 
-    def submit(self, work: Work, answered: list[list[int]], listener: Listener) -> Errand:
-        """Queue a request that began with `answered` elsewhere. Raises what `Engine.submit` does."""
+    @property
+    def takes(self) -> bool:
+        """Whether it takes requests, as far as is known."""
         ...
 
-    def load(self) -> Load: ...
+    @property
+    def unstored(self) -> int:
+        """Sessions whose last turn its store did not take yet."""
+        ...
+
+    def submit(self, work: Work, answered: list[list[int]], listener: Listener) -> Errand:
+        """Queue a request that began with `answered` elsewhere.
+
+        Raises what `Engine.submit` does; `QueueFull` and `EngineClosed` can also be the outcome that is heard.
+        """
+        ...
+
+    def load(self) -> Load:
+        """The same object as before if nothing newer is known."""
+        ...
 
     def resident(self) -> list[str]: ...
 
@@ -90,7 +106,7 @@ class LocalReplica:
     def __init__(self, engine: Engine, rank: int, id: str | None = None) -> None:
         self.engine, self.rank = engine, rank
         self.id = id or f"local-{rank}"
-        self.rows = engine.rows
+        self.rows, self.takes = engine.rows, True
         self._lost = False
         self._lock = Lock()
         self._listeners: dict[Listener, None] = {}
@@ -98,6 +114,10 @@ class LocalReplica:
     @property
     def namespace(self) -> str:
         return self.engine.namespace
+
+    @property
+    def unstored(self) -> int:
+        return self.engine.unstored
 
     def submit(self, work: Work, answered: list[list[int]], listener: Listener) -> Request:
         self._refuse_lost()
@@ -109,6 +129,7 @@ class LocalReplica:
             itl=work.itl,
             session=work.session,
             idempotency_key=work.key,
+            salt=work.salt,
             answered=answered,
         )
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,14 +12,16 @@ from time import monotonic
 from lmstate.cluster.handle import Errand, Listener, ReplicaLost, Told, Work
 from lmstate.engine.delivery import Delivery
 from lmstate.engine.request import Request
-from lmstate.engine.results import Completion, Drained, EngineError, Piece
+from lmstate.engine.results import Completion, Drained, EngineClosed, EngineError, Piece, QueueFull
 from lmstate.generation.thinking import ThinkingFormat
 
+LOG = logging.getLogger(__name__)
 MOST_MOVES = 2
 LEAST_SECONDS = 1e-3  # of a deadline that is left to a request that moves
 
-Send = Callable[[Work, list[list[int]], Listener], Errand]
-"""`send(work, answered, listener)`: have a replica go on with it. Raises what `Engine.submit` does."""
+Send = Callable[[Work, list[list[int]], Listener, list[str]], Errand]
+"""`send(work, answered, listener, tried)`: have a replica go on with it that is not in `tried`, and add it there.
+Raises what `Engine.submit` does."""
 
 
 class MovingRequest(Request):
@@ -31,10 +34,16 @@ class MovingRequest(Request):
         send: Send,
         later: Callable[[Callable[[], None]], object],
         thinking: Callable[[], ThinkingFormat],
+        settle: Callable[[], None] | None = None,
     ) -> None:
-        """`ids`: of the prompt, if they are known; `later(function)` calls it soon, on a thread that may wait."""
+        """`ids`: of the prompt, if they are known; `later(function)` calls it soon, on a thread that may wait;
+        `settle` is called on such a thread before the outcome is told."""
         super().__init__(ids, self._forward, Delivery(), thinking)
         self.moves = 0
+        self._settle = settle
+        self._attempt = 0  # number of the replica that is heard
+        self._tried: list[str] = []  # replicas, since it moved
+        self._refusal: Exception | None = None
         self._work, self._send, self._later = work, send, later
         self._began = monotonic()
         self._lock = RLock()
@@ -49,10 +58,12 @@ class MovingRequest(Request):
         if self.moves and work.deadline is not None:
             work = replace(work, deadline=max(LEAST_SECONDS, work.deadline - (monotonic() - self._began)))
         answered = [list(tokens) for tokens in self._answered] if any(self._answered) else []
-        errand = self._send(work, answered, partial(self._hear, self.moves))
+        attempt = self._attempt
+        errand = self._send(work, answered, partial(self._hear, attempt), self._tried)
         with self._lock:
-            if not self.done:
-                self._errand, self.prompt = errand, errand.prompt
+            if not self.done and attempt == self._attempt:
+                self._errand = errand
+                self.prompt = errand.prompt or self.prompt
         self._forward()
 
     def _forward(self) -> None:
@@ -68,7 +79,7 @@ class MovingRequest(Request):
     def _hear(self, attempt: int, told: Told) -> None:
         """Take news of a replica, unless the request has moved on from there."""
         with self._lock:
-            if attempt != self.moves or self.done:
+            if attempt != self._attempt or self.done:
                 return
             if told.reused is not None:
                 self.computed = told.computed
@@ -80,27 +91,47 @@ class MovingRequest(Request):
             except ReplicaLost as error:
                 self._finish(error)
                 return
-            if told.outcome is None:
+            outcome = told.outcome
+            if outcome is None:
                 self._delivery.deliver()
-            elif not isinstance(told.outcome, Drained | ReplicaLost):
-                self._finish(told.outcome)
+            elif isinstance(outcome, QueueFull | EngineClosed) and told.reused is None:  # it was not begun there
+                self._refusal = outcome
+                self._go_on()
+            elif not isinstance(outcome, Drained | ReplicaLost):
+                self._attempt += 1  # nothing more is heard of it
+                if self._settle is None:
+                    self._finish(outcome)
+                else:
+                    self._later(partial(self._settled, outcome))
             elif self.moves == MOST_MOVES:
-                gave_up = EngineError(
-                    f"the answer moved {self.moves} times, and its replica ended again: {told.outcome}"
-                )
-                self._finish(gave_up)
+                gave_up = f"the answer moved {self.moves} times, and its replica ended again: {outcome}"
+                self._finish(EngineError(gave_up))
             else:
                 self._delivery.deliver()
                 self.moves += 1
-                self._errand = None
-                self._later(self._move)
+                self._tried = []
+                self._go_on()
+
+    def _go_on(self) -> None:
+        """Send it to another replica."""
+        self._attempt += 1
+        self._errand = None
+        self._later(self._move)
 
     def _move(self) -> None:
         try:
             self.start()
         except Exception as error:
             with self._lock:
-                self._finish(error)
+                self._finish(self._refusal or error)
+
+    def _settled(self, outcome: Completion | BaseException) -> None:
+        assert self._settle is not None
+        try:
+            self._settle()
+        except Exception:  # the answer is there all the same
+            LOG.exception("what follows the end of a request failed")
+        self._finish(outcome)
 
     def _finish(self, outcome: Completion | BaseException) -> None:
         errand, self._errand = self._errand, None

@@ -31,9 +31,10 @@ class Conversations:
     """Sessions by name. The methods before `hold` are for any thread, the others for the engine's."""
 
     def __init__(
-        self, model: Model, prefixes: PrefixStore, replay: Replay, tier: Tier | None, *, durable: bool = True
+        self, model: Model, prefixes: PrefixStore | None, replay: Replay, tier: Tier | None, *, durable: bool = True
     ) -> None:
-        """`durable`: whether a turn ends once its record is stored."""
+        """`prefixes`: where sessions hold what they need; None where turns are computed elsewhere. `durable`: whether a
+        turn ends once its record is stored."""
         self._durable = durable
         self._prefixes, self._replay, self._tier = prefixes, replay, tier
         self._vocab_size, self._most = model.config.vocab_size, model.max_positions
@@ -176,17 +177,20 @@ class Conversations:
     def hold(self, session: Session, record: Record) -> None:
         """Keep what going on from a session's end and its marks needs."""
         self.release(session)
+        if (prefixes := self._prefixes) is None:
+            return
         with self._lock:
             if self._sessions.get(session.name) is not session:
                 return  # it was closed
         needed = [*(mark.tokens for mark in record.marks), len(record.tokens)]
         text = record.prompt.identities
-        pinned = [self._prefixes.pin(text[:at], session.salt) for at in needed if at]
+        pinned = [prefixes.pin(text[:at], session.salt) for at in needed if at]
         self._pins[session] = [node for node in pinned if node is not None]
 
     def release(self, session: Session) -> None:
         for node in self._pins.pop(session, []):
-            self._prefixes.unpin(node)
+            if self._prefixes is not None:
+                self._prefixes.unpin(node)
 
     def ended(self, job: Job, outcome: Completion | BaseException) -> None:
         """A request ended: its session has the first of its answers now, or is as before if there is none.

@@ -44,11 +44,13 @@ ESCAPES = {
 
 
 class TokenGrammar:
-    """One answer's place in a grammar, as the engine asks for it."""
+    """One answer's place in a grammar, as the engine asks for it. `lark`: the text that it was compiled from."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer, vocab_size: int) -> None:
+    def __init__(
+        self, matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer, vocab_size: int, lark: str
+    ) -> None:
         self._matcher, self._tokenizer = matcher, tokenizer
-        self._vocab = vocab_size
+        self._vocab, self.lark = vocab_size, lark
 
     def allowed(self) -> Tensor | None:
         """Bool `[V]`: the tokens that may come next."""
@@ -80,7 +82,7 @@ class TokenGrammar:
             self._check()
 
     def copy(self) -> TokenGrammar:
-        return TokenGrammar(self._matcher.deep_copy(), self._tokenizer, self._vocab)
+        return TokenGrammar(self._matcher.deep_copy(), self._tokenizer, self._vocab, self.lark)
 
     @property
     def complete(self) -> bool:
@@ -231,7 +233,7 @@ class Grammars:
         with self._lock:
             if (known := self._compiled.get(lark)) is not None:
                 self._compiled.move_to_end(lark)
-                return TokenGrammar(known.deep_copy(), self._inner, self._vocab)
+                return TokenGrammar(known.deep_copy(), self._inner, self._vocab, lark)
         matcher = self._matcher(lark)
         if matcher.is_error():
             for tool in tools:
@@ -246,7 +248,7 @@ class Grammars:
             self._compiled[lark] = matcher.deep_copy()
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
-        return TokenGrammar(matcher, self._inner, self._vocab)
+        return TokenGrammar(matcher, self._inner, self._vocab, lark)
 
     def _matcher(self, lark: str) -> llguidance.LLMatcher:
         from llguidance import LLMatcher, LLParserLimits

@@ -1,0 +1,45 @@
+"""Calls over a handle of Ray Serve. MessagePack in, MessagePack out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lmstate.cluster.handle import ReplicaLost
+
+
+class RayChannel:
+    """The deployment of one rank, which has one replica. `handle`: a `DeploymentHandle`."""
+
+    def __init__(self, handle: Any) -> None:
+        plain = handle.options(request_serialization="msgpack", response_serialization="msgpack")
+        self._handle = plain
+        self._stream = plain.options(stream=True)
+
+    async def call(self, method: str, told: bytes) -> bytes:
+        with _lost():
+            found: bytes = await self._handle.options(method_name=method).remote(told)
+            return found
+
+    async def stream(self, method: str, told: bytes) -> AsyncGenerator[bytes]:
+        with _lost():
+            response = self._stream.options(method_name=method).remote(told)
+            try:
+                async for data in response:
+                    yield data
+            finally:
+                response.cancel()  # harmless if it has ended
+
+
+@contextmanager
+def _lost() -> Iterator[None]:
+    """Every error of Ray is one of the replica or the way to it: our methods raise nothing."""
+    from grpc import RpcError
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        yield
+    except (RayError, RayServeException, RpcError) as error:
+        raise ReplicaLost(f"Ray could not reach a replica: {type(error).__name__}") from error

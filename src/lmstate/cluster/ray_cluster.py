@@ -1,0 +1,112 @@
+"""A Ray that runs our replicas: one of our own on this machine, or one that is there.
+
+Ray runs the code that it is sent, so that a cluster without a token is refused.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib.util import find_spec
+from ipaddress import ip_address
+from pathlib import Path
+
+from lmstate.files.private import private_file
+
+OBJECT_STORE = 100 * 2**20  # bytes; what we send is small, and Ray would take 30 % of the memory
+AUTH_MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+# Read by every process of the cluster: no usage statistics are sent, and handles use gRPC.
+SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"}
+
+
+def check_ray() -> None:
+    """Raises ImportError, which says what to install, where Ray is missing."""
+    if find_spec("ray") is None:
+        raise ImportError("several replicas need Ray: pip install 'lmstate[ray,serve]'")
+
+
+def check_address(address: str, environment: Mapping[str, str]) -> None:
+    """Refuse a cluster beyond this machine that takes code from all who reach it. Raises ValueError."""
+    host = address.rpartition("://")[2].rpartition(":")[0].strip("[]")
+    try:
+        loopback = host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    secret = environment.get(TOKEN) or environment.get(TOKEN_PATH)
+    if not loopback and not (environment.get(AUTH_MODE) == "token" and secret):
+        raise ValueError(
+            f"the cluster at {address} is not on this machine, and no token is set: Ray runs the code that it is sent. "
+            f"Start it with {AUTH_MODE}=token, and set {AUTH_MODE}=token and {TOKEN_PATH} here"
+        )
+
+
+def give_token() -> None:
+    """Have this process, and the cluster that it starts, use a token: of the environment, or one of its own.
+
+    Raises RuntimeError where Ray was imported without one, which it reads only then.
+    """
+    if os.environ.get(AUTH_MODE) == "token" and (os.environ.get(TOKEN) or os.environ.get(TOKEN_PATH)):
+        return
+    if "ray" in sys.modules:
+        raise RuntimeError(f"Ray was imported without a token: set {AUTH_MODE}=token and {TOKEN_PATH} before that")
+    folder = Path(tempfile.mkdtemp(prefix="lmstate-token-"))  # only its owner can enter
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    token = private_file(folder / "token")
+    token.write_text(secrets.token_hex(32), encoding="utf-8")
+    os.environ.update({AUTH_MODE: "token", TOKEN_PATH: str(token)})
+
+
+class RayCluster:
+    """A connection to Ray, the only one of a process."""
+
+    def __init__(self, address: str | None = None, *, cpus: int | None = None) -> None:
+        """`address`: of a running cluster; None starts one here, that has `cpus` processors and ends with this one."""
+        check_ray()
+        self._folder: Path | None = None
+        os.environ.update(SETTINGS)
+        if address is None:
+            give_token()
+            # Short: the names of sockets below it may have 107 bytes. Only its owner can enter.
+            self._folder = Path(tempfile.mkdtemp(prefix="lmstate-ray-"))
+        else:
+            check_address(address, os.environ)
+        try:
+            self._connect(address, cpus)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, address: str | None, cpus: int | None) -> None:
+        import ray
+
+        if ray.is_initialized():
+            raise RuntimeError("this process is connected to a Ray cluster already: end that with ray.shutdown() first")
+        if self._folder is None:
+            ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
+            return
+        ray.init(
+            "local",
+            num_cpus=cpus,
+            object_store_memory=OBJECT_STORE,
+            include_dashboard=False,
+            dashboard_host="127.0.0.1",
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=str(self._folder),
+        )
+
+    def close(self) -> None:
+        """Leave the cluster; one of our own ends. Harmless if it was closed."""
+        if "ray" in sys.modules:
+            import ray
+
+            ray.shutdown()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,251 @@
+"""Replicas in other processes: the side of a front. Calls run on one event loop, on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from concurrent.futures import Future
+from threading import Lock, Thread
+from typing import Any, Protocol, TypeVar
+from uuid import uuid4
+
+import msgspec
+
+from lmstate.cluster.handle import Listener, ReplicaLost, Told, Work
+from lmstate.cluster.wire import (
+    WireAnswer,
+    WireFacts,
+    WireNews,
+    WireNote,
+    WireQuestion,
+    WireView,
+    error_of_wire,
+    news_of_wire,
+    pack,
+    unpack,
+    work_to_wire,
+)
+from lmstate.engine.results import EngineError, Load
+
+LOG = logging.getLogger(__name__)
+LOOK = 0.25  # seconds between two views of a replica
+QUIET = 3.0  # seconds without a view after which a replica gets no more requests
+SILENT = 20.0  # seconds without a view after which it is taken for lost
+CALL = 30.0  # seconds that a question may take
+FLUSH = 60.0  # the same beside the seconds of draining
+
+Found = TypeVar("Found")
+
+
+class Channel(Protocol):
+    """Calls to the replica of one rank, by the names of `ServedEngine`'s methods. Raises ReplicaLost."""
+
+    async def call(self, method: str, told: bytes) -> bytes: ...
+
+    def stream(self, method: str, told: bytes) -> AsyncGenerator[bytes]: ...
+
+
+class CallLoop:
+    """An event loop on a thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._thread = Thread(target=self._loop.run_forever, name="lmstate-cluster", daemon=True)
+        self._thread.start()
+
+    def begin(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run it, without a result."""
+
+        def create() -> None:
+            self._tasks.add(task := self._loop.create_task(work))
+            task.add_done_callback(self._tasks.discard)
+
+        self._loop.call_soon_threadsafe(create)
+
+    def run(self, work: Coroutine[Any, Any, Found], seconds: float) -> Found:
+        """Wait for its result, on another thread than the loop's. Raises ReplicaLost after so many seconds."""
+        future: Future[Found] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(seconds)
+        except TimeoutError:
+            future.cancel()
+            raise ReplicaLost(f"a replica did not answer within {seconds:.0f} seconds") from None
+
+    def close(self) -> None:
+        """Cancel all that runs, and end the thread."""
+
+        async def end() -> None:
+            tasks = [*self._tasks]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(end(), self._loop).result(CALL)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+
+class RemoteErrand:
+    """A request at a replica of another process. `prompt` is empty until the replica tells it."""
+
+    def __init__(self, replica: RemoteReplica, prompt: list[int]) -> None:
+        self.id, self.prompt = uuid4().hex, prompt
+        self._replica = replica
+
+    def cancel(self) -> None:
+        self._replica.note(WireNote(self.id, True, False))
+
+    def end_thinking(self) -> None:
+        self._replica.note(WireNote(self.id, False, True))
+
+
+class RemoteReplica:
+    """A process of a rank, until it is lost."""
+
+    def __init__(self, channel: Channel, loop: CallLoop, facts: WireFacts, view: WireView) -> None:
+        self.id, self.rank, self.namespace, self.rows = facts.id, facts.rank, facts.namespace, facts.rows
+        self.facts = facts
+        self._channel, self._loop = channel, loop
+        self._view, self._quiet = view, False
+        self._lost: ReplicaLost | None = None
+        self._lock = Lock()
+        self._listeners: dict[RemoteErrand, Listener] = {}
+
+    @property
+    def takes(self) -> bool:
+        return self._view.takes and not self._quiet
+
+    @property
+    def unstored(self) -> int:
+        return self._view.unstored
+
+    @property
+    def lost(self) -> bool:
+        return self._lost is not None
+
+    def submit(self, work: Work, answered: list[list[int]], listener: Listener) -> RemoteErrand:
+        """Send a request. Its refusal is the outcome that the listener hears. Raises UnsupportedError, ReplicaLost."""
+        errand = RemoteErrand(self, [] if work.session is not None else list(work.prompt))  # type: ignore[arg-type]
+        told = pack(work_to_wire(work, answered, self.id, errand.id))
+        with self._lock:
+            self._refuse_lost()
+            self._listeners[errand] = listener
+        self._loop.begin(self._follow(errand, told))
+        return errand
+
+    async def _follow(self, errand: RemoteErrand, told: bytes) -> None:
+        stream = self._channel.stream("answer", told)
+        try:
+            async for data in stream:
+                news = unpack(data, WireNews)
+                if news.prompt is not None:
+                    errand.prompt = news.prompt
+                heard = news_of_wire(news)
+                if isinstance(heard.outcome, ReplicaLost):
+                    raise heard.outcome
+                if not self._tell(errand, heard):
+                    return
+            raise ReplicaLost(f"replica {self.id} ended an answer without an outcome")
+        except ReplicaLost as error:
+            self.lose(error)
+        except Exception as error:
+            LOG.exception("news of a replica could not be taken")
+            self._tell(errand, Told([], 0, None, EngineError(f"the news of a replica failed: {error}")))
+        finally:
+            await stream.aclose()
+
+    def _tell(self, errand: RemoteErrand, told: Told) -> bool:
+        """Whether more may follow."""
+        with self._lock:
+            if (listener := self._listeners.get(errand)) is not None and told.outcome is not None:
+                del self._listeners[errand]
+        if listener is not None:
+            listener(told)
+        return listener is not None and told.outcome is None
+
+    def note(self, note: WireNote) -> None:
+        """Send a sender's wish; one that does not arrive is lost with the replica."""
+
+        async def send() -> None:
+            try:
+                await self._channel.call("note", pack(note))
+            except ReplicaLost as error:
+                LOG.info("a wish did not arrive: %s", error)
+
+        if not self.lost:
+            self._loop.begin(send())
+
+    def look(self, about: str, kind: type[Found], tokens: list[int] | None = None, salt: str | None = None) -> Found:
+        """Ask about its memory, and wait for the answer. Not for the loop's thread."""
+        return self._asked("look", WireQuestion(about, tokens or [], salt), kind, CALL)
+
+    def _asked(self, method: str, question: WireQuestion, kind: type[Found], seconds: float) -> Found:
+        self._refuse_lost()
+        answer = unpack(self._loop.run(self._channel.call(method, pack(question)), seconds), WireAnswer)
+        if answer.error is not None:
+            raise error_of_wire(answer.error)
+        return msgspec.msgpack.decode(answer.found, type=kind)
+
+    def load(self) -> Load:
+        """As of the last view: the same object until the next one."""
+        self._refuse_lost()
+        return self._view.load
+
+    def resident(self) -> list[str]:
+        return self.look("resident", list[str])
+
+    def stats(self) -> dict[str, float]:
+        return self.look("stats", dict[str, float])
+
+    def drain(self, seconds: float) -> bool:
+        return self._asked("drain", WireQuestion("drain", seconds=seconds), bool, seconds + FLUSH)
+
+    def close(self) -> None:
+        """Hear no more of it. Its process goes on."""
+        self.lose(ReplicaLost(f"replica {self.id} was closed"))
+
+    def see(self, view: WireView | None, quiet: bool = False) -> None:
+        """Take a newer view; none if it does not answer."""
+        self._view, self._quiet = view or self._view, quiet
+
+    def lose(self, error: ReplicaLost) -> None:
+        """Tell all who wait that it is lost."""
+        with self._lock:
+            self._lost = self._lost or error
+            listeners, self._listeners = list(self._listeners.values()), {}
+        for listener in listeners:
+            listener(Told([], 0, None, error))
+
+    def _refuse_lost(self) -> None:
+        if self._lost is not None:
+            raise ReplicaLost(str(self._lost))
+
+
+async def watch(channel: Channel, loop: CallLoop, add: Callable[[RemoteReplica], object]) -> None:
+    """Look at the replica of a rank for ever; `add` each process that takes the place."""
+    replica: RemoteReplica | None = None
+    seen = asyncio.get_running_loop().time()
+    while True:
+        try:
+            async with asyncio.timeout(QUIET):
+                view = unpack(await channel.call("view", b""), WireView)
+                if replica is None or replica.lost or replica.id != view.id:
+                    facts = unpack(await channel.call("about", b""), WireFacts)
+                    if replica is not None:
+                        replica.lose(ReplicaLost(f"replica {replica.id} was replaced"))
+                    replica = RemoteReplica(channel, loop, facts, view)
+                    add(replica)
+            seen = asyncio.get_running_loop().time()
+            replica.see(view)
+        except (ReplicaLost, TimeoutError) as error:
+            if replica is not None:
+                replica.see(None, quiet=True)
+                if asyncio.get_running_loop().time() - seen > SILENT:
+                    replica.lose(ReplicaLost(f"replica {replica.id} is silent: {error!r}"))
+        except ValueError as error:  # of another namespace
+            LOG.error("a replica is not used: %s", error)
+        await asyncio.sleep(LOOK)

@@ -1,0 +1,89 @@
+"""A replica's process: it loads the model and owns the engine. Ray makes it from a rank and a text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from lmstate.cluster.served import ServedEngine
+from lmstate.engine.engine import Engine
+
+
+class ReplicaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of all replicas, as `lmstate.load` and `Engine` take them."""
+
+    model: str
+    store: str | None = None
+    weights: str = "auto"
+    activations: int | str = "auto"
+    adapter: str | None = None
+    context_size: int | None = None
+    device: str | None = None
+    draft: str = "auto"
+    kv_bits: int | None = None
+    rows: int | None = None
+    queue: int = 256
+    memory: int | str = "4GiB"
+    max_itl: float | None = None
+    stall: float | None = None
+    threads: int = 1
+
+    def check(self) -> None:
+        """Refuse what a replica could not start with: its errors are seen late. Raises ValueError and OSError."""
+        from lmstate.checkpoints.hub import check_name
+        from lmstate.engine.options import as_bytes
+        from lmstate.engine.pace import Pace
+        from lmstate.engine.tiers import check_store
+
+        check_name(self.model)
+        as_bytes(self.memory)
+        Pace.bounded(self.max_itl, self.stall)
+        if self.draft not in (drafts := ("auto", "text", "heads", "none")):
+            raise ValueError(f"unknown draft={self.draft!r}; with replicas it is one of {', '.join(drafts)}")
+        if self.store is not None:
+            if "://" not in self.store:
+                raise ValueError(
+                    f"store={self.store!r} was asked for, a folder, which one process has; replicas share a URL: "
+                    "redis://HOST, s3://BUCKET/PATH, or file:///PATH on one machine"
+                )
+            check_store(self.store)
+
+    def engine(self) -> Engine:
+        """Load the model, and make an engine of it."""
+        import lmstate
+        from lmstate.engine.options import default_rows
+        from lmstate.kv import Quantized
+
+        lmstate.set_threads(self.threads)
+        options: dict[str, Any] = {"activations": self.activations, "heads": self.draft == "heads"}
+        model = lmstate.load(
+            self.model,
+            self.weights,
+            device=self.device,
+            adapter=self.adapter,
+            context_size=self.context_size,
+            **options,
+        )
+        return Engine(
+            model,
+            rows=self.rows or default_rows(model.device),
+            memory=self.memory,
+            store=self.store,
+            kv=None if self.kv_bits is None else Quantized(self.kv_bits),
+            draft=None if self.draft == "none" else self.draft,
+            queue=self.queue,
+            max_itl=self.max_itl,
+            stall=self.stall,
+        )
+
+
+class EngineReplica(ServedEngine):
+    """The class of a Ray Serve deployment."""
+
+    def __init__(self, rank: int, spec: bytes) -> None:
+        super().__init__(msgspec.json.decode(spec, type=ReplicaSpec).engine(), rank)
+
+    def __del__(self) -> None:
+        if (engine := self.__dict__.get("engine")) is not None:  # loading it may have failed
+            engine.close()

@@ -1,0 +1,205 @@
+"""An engine behind a wire: the side of a replica. Each method takes and returns bytes, and raises nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from time import monotonic
+from typing import Any
+from uuid import uuid4
+
+from lmstate.cluster.handle import ReplicaLost, Told
+from lmstate.cluster.wire import (
+    WireAnswer,
+    WireFacts,
+    WireNews,
+    WireNote,
+    WireQuestion,
+    WireView,
+    WireWork,
+    error_to_wire,
+    news_to_wire,
+    pack,
+    unpack,
+    work_of_wire,
+)
+from lmstate.engine.engine import Engine
+from lmstate.engine.request import Request
+from lmstate.engine.results import Completion, Piece
+from lmstate.generation.grammar import Grammar
+
+STALLED = 60.0  # seconds without a token, while there is work, after which an engine is taken for dead
+EARLY = 1000  # requests whose notes are kept before they come
+DRAIN_BELOW = 600.0  # seconds that draining may be asked to wait
+
+
+class Mailbox:
+    """News of one request, from the engine's thread to an event loop. What came meanwhile is taken together."""
+
+    def __init__(self) -> None:
+        self._loop, self._some = asyncio.get_running_loop(), asyncio.Event()
+        self._pieces: list[Piece] = []
+        self._outcome: Completion | BaseException | None = None
+
+    def put(self, pieces: list[Piece], outcome: Completion | BaseException | None) -> None:
+        self._loop.call_soon_threadsafe(self._take_in, pieces, outcome)
+
+    def _take_in(self, pieces: list[Piece], outcome: Completion | BaseException | None) -> None:
+        self._pieces += pieces
+        self._outcome = outcome
+        self._some.set()
+
+    async def take(self) -> tuple[list[Piece], Completion | BaseException | None]:
+        await self._some.wait()
+        self._some.clear()
+        pieces, self._pieces = self._pieces, []
+        return pieces, self._outcome
+
+
+class ServedEngine:
+    """An engine as a replica of this rank. Its `id` is another one after each restart."""
+
+    def __init__(self, engine: Engine, rank: int) -> None:
+        self.engine, self.rank, self.id = engine, rank, uuid4().hex
+        self._requests: dict[str, Request] = {}
+        self._early: OrderedDict[str, list[WireNote]] = OrderedDict()  # of requests that are not here yet
+        self._takes = True
+        self._drained = False
+        self._grammars: Any = None
+        self._done, self._moved = -1.0, monotonic()  # tokens, and when they were fewer
+
+    async def about(self, told: bytes) -> bytes:
+        """`WireFacts`."""
+        engine, model = self.engine, self.engine.model
+        return pack(
+            WireFacts(
+                self.id, self.rank, os.getpid(), engine.namespace, engine.rows, model.fingerprint, model.config,
+                len(model.blocks), model.max_positions, model.context_size, sorted(model.eos_ids), model.defaults,
+            )
+        )  # fmt: skip
+
+    async def view(self, told: bytes) -> bytes:
+        """`WireView`."""
+        return pack(WireView(self.id, self.engine.load(), self._takes, self.engine.unstored))
+
+    async def answer(self, told: bytes) -> AsyncIterator[bytes]:
+        """`WireNews` of a `WireWork`, to the one with the outcome. Closing it cancels the request."""
+        try:
+            work = unpack(told, WireWork)
+            if work.to != self.id:
+                raise ReplicaLost(f"replica {work.to} was replaced")
+            request = await asyncio.to_thread(self._submitted, work)
+        except Exception as error:
+            yield pack(WireNews(error=error_to_wire(error)))
+            return
+        self._requests[work.id] = request
+        for note in self._early.pop(work.id, ()):
+            self._note(note)
+        try:
+            prompt = None if work.session is None else request.prompt
+            mailbox, outcome = Mailbox(), None
+            request.follow(mailbox.put)
+            while outcome is None:
+                pieces, outcome = await mailbox.take()
+                yield pack(news_to_wire(Told(pieces, request.computed, request.reused, outcome), prompt))
+                prompt = None
+        finally:
+            del self._requests[work.id]
+            if not request.done:
+                request.cancel()
+
+    def _submitted(self, told: WireWork) -> Request:
+        work = work_of_wire(told, self._compiled)
+        return self.engine.submit(
+            work.prompt,
+            work.params,
+            priority=work.priority,
+            deadline=work.deadline,
+            itl=work.itl,
+            session=work.session,
+            idempotency_key=work.key,
+            answered=told.answered,
+            salt=work.salt,
+        )
+
+    def _compiled(self, lark: str) -> Grammar:
+        from lmstate.serve.answer.grammar import Grammars
+
+        if self._grammars is None:
+            self._grammars = Grammars(self.engine.model.tokenizer, self.engine.model.config.vocab_size)
+        grammar: Grammar = self._grammars.compile(lark, "grammar")
+        return grammar
+
+    async def note(self, told: bytes) -> bytes:
+        """Do what a `WireNote` wishes, now or once its request is here."""
+        return self._answered(lambda: self._note(unpack(told, WireNote)))
+
+    def _note(self, note: WireNote) -> None:
+        if (request := self._requests.get(note.id)) is not None:
+            if note.end_thinking:
+                request.end_thinking()
+            if note.cancel:
+                request.cancel()
+        else:
+            self._early.setdefault(note.id, []).append(note)
+            if len(self._early) > EARLY:  # those of requests that have ended
+                self._early.popitem(last=False)
+
+    async def look(self, told: bytes) -> bytes:
+        """`WireAnswer` to a `WireQuestion`."""
+        return await asyncio.to_thread(self._answered, lambda: self._look(unpack(told, WireQuestion)))
+
+    def _look(self, question: WireQuestion) -> Any:
+        engine, tokens, salt = self.engine, question.tokens, question.salt
+        looks: dict[str, Callable[[], Any]] = {
+            "at_work": engine.at_work,
+            "clear_prefixes": lambda: engine.clear_prefixes(salt),
+            "drafts": engine.draft_report,
+            "explain": lambda: engine.explain(tokens, salt or ""),
+            "held": lambda: engine.held(tokens, salt or ""),
+            "prefixes": lambda: engine.prefixes(tokens, salt),
+            "resident": engine.resident,
+            "rewind_window": engine.rewind_window,
+            "stats": engine.stats,
+            "tree": lambda: engine.tree(salt),
+        }
+        if (look := looks.get(question.about)) is None:
+            raise ValueError(f"unknown question {question.about!r}; expected one of {sorted(looks)}")
+        return look()
+
+    async def drain(self, told: bytes) -> bytes:
+        """`WireAnswer`: whether the store took all, once running requests ended or were told to go on elsewhere."""
+        return await asyncio.to_thread(self._answered, lambda: self._drain(unpack(told, WireQuestion)))
+
+    def _drain(self, question: WireQuestion) -> bool:
+        self._takes = False
+        try:
+            return self.engine.drain(min(question.seconds, DRAIN_BELOW))
+        finally:
+            self._drained = True
+
+    def check_health(self) -> None:
+        """Raises RuntimeError once the engine was drained or stands still: it is to be replaced then."""
+        if self._drained:
+            raise RuntimeError("the engine was drained: a new one takes its place")
+        load, stats, now = self.engine.load(), self.engine.stats(), monotonic()
+        done = stats["computed_tokens"] + stats["generated_tokens"]
+        if done != self._done or not (load.reading or load.answering):
+            self._done, self._moved = done, now
+        elif now - self._moved > STALLED:
+            raise RuntimeError(f"the engine has work, and made no token in {STALLED:.0f} seconds")
+
+    @staticmethod
+    def _answered(action: Callable[[], Any]) -> bytes:
+        try:
+            return pack(WireAnswer(_raw(action())))
+        except Exception as error:
+            return pack(WireAnswer(error=error_to_wire(error)))
+
+
+def _raw(found: Any) -> Any:
+    import msgspec
+
+    return msgspec.Raw(pack(found))

@@ -1,0 +1,268 @@
+"""A front with all that the server asks of an engine: sessions of the shared store, and looks at the replicas."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from lmstate.cluster.front import Front
+from lmstate.cluster.key import route_key
+from lmstate.cluster.placement import RouteCosts
+from lmstate.cluster.remote import RemoteReplica
+from lmstate.cluster.wire import WireFacts
+from lmstate.engine.conversations import Conversations
+from lmstate.engine.options import prompt_ids
+from lmstate.engine.prefix.picture import Prefix
+from lmstate.engine.request import Request
+from lmstate.engine.results import EngineClosed, Reuse
+from lmstate.engine.session import Record, Session, check_name
+from lmstate.engine.tiers import RecordStore, open_tier
+from lmstate.engine.tiers.fetch import PatientRecords
+from lmstate.errors import UnsupportedError
+from lmstate.generation.params import SamplingParams
+from lmstate.models.config import ModelConfig
+from lmstate.speculation import DraftReport
+from lmstate.text.replay import Replay
+from lmstate.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from lmstate.models.model import Model
+
+Result = TypeVar("Result")
+NO_STORE = "the replicas share no store, so that there are no sessions: start the server with --store URL"
+NOT_HERE = "is not served by a front of several replicas: ask a server of one"
+
+
+@dataclass
+class RemoteModel:
+    """The part of a model that a front has: its tokenizer, and its limits as a replica tells them."""
+
+    fingerprint: str
+    config: ModelConfig
+    blocks: range  # as many as there are layers
+    max_positions: int | None
+    context_size: int | None
+    eos_ids: frozenset[int]
+    defaults: dict[str, Any]
+    _tokenizer: Tokenizer | None
+
+    @staticmethod
+    def of(facts: WireFacts, tokenizer: Tokenizer | None) -> Model:
+        """For callers that take a model and compute nothing with it."""
+        limits = facts.max_positions, facts.context_size, frozenset(facts.eos_ids)
+        return cast(
+            "Model",
+            RemoteModel(facts.fingerprint, facts.config, range(facts.layers), *limits, facts.defaults, tokenizer),
+        )
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise UnsupportedError("the checkpoint has no tokenizer")
+        return self._tokenizer
+
+    @property
+    def parts(self) -> Any:
+        """Raises UnsupportedError: there are no weights here."""
+        raise UnsupportedError(f"a list of the weights {NOT_HERE}")
+
+    def new_state(self, *args: object, **options: object) -> Any:
+        """Raises UnsupportedError: nothing is computed here."""
+        raise UnsupportedError(f"computing embeddings {NOT_HERE}")
+
+
+class ServingFront(Front):
+    """A front over remote replicas in the place of an engine.
+
+    store  URL of the store that all replicas share; None: there is none, and no sessions
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[RemoteReplica],
+        tokenizer: Tokenizer | None,
+        store: str | None,
+        *,
+        costs: RouteCosts | None = None,
+        at_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        model = RemoteModel.of(replicas[0].facts, tokenizer)
+        super().__init__(replicas, model, costs=costs or RouteCosts(fetch=None if store is None else 0.01))
+        self._tier = None if store is None else open_tier(store, self.namespace, 0)
+        self._conversations = Conversations(model, None, Replay(), self._tier)
+        self._at_close = at_close
+
+    # ---- sessions: records are the store's, turns are made at replicas
+
+    @property
+    def chats(self) -> bool:
+        """Whether the model has a chat template."""
+        return self.model.has_tokenizer and self.model.tokenizer.has_chat_template
+
+    def submit(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> Request:
+        """`Front.submit`, that takes a `Session` too."""
+        session, key = options.pop("session", None), options.get("idempotency_key")
+        if session is None:
+            return super().submit(prompt, params, **options)
+        salt = options.pop("salt", "")
+        conversation = session if isinstance(session, Session) else self.session(session, salt)
+        conversation.refuse_other(self)
+        if salt not in ("", conversation.salt):
+            raise ValueError(f"session {conversation.name!r} has another salt: leave it out")
+        options["salt"] = conversation.salt
+        name, begun = conversation.name, Event()
+
+        def settle() -> None:
+            begun.wait()
+            conversation.give_up()  # the replica has stored the turn, or there is none
+            conversation.refresh()
+
+        def begin() -> Request:
+            return super(ServingFront, self).submit(prompt, params, session=name, settle=settle, **options)
+
+        try:
+            return conversation.begin(begin, key)
+        finally:
+            begun.set()
+
+    def session(self, name: str, salt: str = "") -> Session:
+        """The conversation of this name; a new one if there is none. Raises ValueError for what is no name."""
+        self._refuse_storeless()
+        return self.find_session(name, salt) or self._conversations.add(Session(self, name, Record(), salt))
+
+    def find_session(self, name: str, salt: str = "") -> Session | None:
+        """The conversation of this name, if there is one in the store."""
+        self.refuse_closed()
+        check_name(name)
+        return self._conversations.find(name, self, salt)
+
+    def sessions(self) -> list[str]:
+        return self._conversations.names()
+
+    def new_session(self, name: str, record: Record, salt: str = "") -> Session:
+        """A conversation that begins with what is recorded. Raises ValueError if there is one of this name."""
+        self._refuse_storeless()
+        if self.find_session(name, salt) is not None:
+            raise ValueError(f"there is a session {name!r} already: close it, or take another name")
+        return self._conversations.create(Session(self, name, record, salt))
+
+    def refresh(self, session: Session) -> None:
+        self._conversations.refresh(session)
+
+    def commit(self, session: Session, record: Record) -> None:
+        self._conversations.commit(session, record)
+
+    def changed(self, session: Session) -> None:
+        """Nothing: replicas adopt the record when they are asked to go on from it."""
+
+    def close_session(self, session: Session) -> None:
+        self._conversations.drop(session)
+
+    def save_session(self, record: Record, path: Path, salt: str = "") -> None:
+        raise UnsupportedError(f"a file of a session {NOT_HERE}")
+
+    def load_session(self, name: str, path: str | os.PathLike[str], salt: str = "") -> Session:
+        raise UnsupportedError(f"a session from a file {NOT_HERE}")
+
+    def stored_records(self) -> RecordStore | None:
+        """Records of others than sessions in the store, for callers that can wait; None without a store."""
+        return None if self._tier is None else PatientRecords(self._tier.stored)
+
+    @property
+    def unstored(self) -> int:
+        """Sessions whose last turn the store did not take yet."""
+        return sum(replica.unstored for replica in self.replicas)
+
+    def _refuse_storeless(self) -> None:
+        if self._tier is None:
+            raise UnsupportedError(NO_STORE)
+
+    # ---- looking in
+
+    def explain(self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]], salt: str = "") -> Reuse:
+        """Tokens of a prompt that would be reused now where it would go, and why not more."""
+        ids = prompt_ids(self.model, prompt, self._replay, salt)
+        return self._home(ids, salt).look("explain", Reuse, ids, salt)
+
+    def held(self, tokens: Sequence[int], salt: str = "") -> dict[str, int]:
+        """Bytes of a state that has these tokens, by layer kind, where it would go."""
+        return self._home(tokens, salt).look("held", dict[str, int], list(tokens), salt)
+
+    def prefixes(self, tokens: Sequence[int] = (), salt: str | None = None) -> list[Prefix]:
+        """The runs of tokens in the prefix store of the replica that a prompt of these tokens would go to."""
+        return self._home(tokens, salt or "").look("prefixes", list[Prefix], list(tokens), salt)
+
+    def rewind_window(self) -> int | None:
+        return self._home([0], "").look("rewind_window", int | None)  # type: ignore[arg-type]
+
+    def tree(self, salt: str | None = None) -> str:
+        """The prefix stores of all replicas as text."""
+        trees = [(replica.rank, replica.look("tree", str, None, salt)) for replica in self.remote()]
+        return "\n".join(f"replica {rank}\n{tree}" for rank, tree in trees)
+
+    def clear_prefixes(self, salt: str | None = None) -> None:
+        for replica in self.remote():
+            replica.look("clear_prefixes", type(None), None, salt)
+
+    def at_work(self) -> list[int]:
+        """Requests that have the rows now, each by a number of its own."""
+        replicas = self.remote()
+        count = 1 + max((replica.rank for replica in replicas), default=0)
+        return [number * count + one.rank for one in replicas for number in one.look("at_work", list[int])]
+
+    def resident(self) -> list[str]:
+        return [digest for replica in self.remote() for digest in replica.resident()]
+
+    def draft_report(self) -> DraftReport:
+        """Tokens drafted and accepted by all replicas."""
+        reports = [replica.look("drafts", DraftReport) for replica in self.remote()]
+        deepest = max((len(report.verified) for report in reports), default=0)
+
+        def added(lists: list[tuple[int, ...]]) -> tuple[int, ...]:
+            return tuple(sum(one[at] for one in lists if at < len(one)) for at in range(deepest))
+
+        return DraftReport(
+            sum(report.drafted for report in reports),
+            sum(report.accepted for report in reports),
+            added([report.verified for report in reports]),
+            added([report.held for report in reports]),
+            sum(report.drafting_seconds for report in reports),
+            sum(report.seconds_saved for report in reports),
+        )
+
+    def call(self, function: Callable[[Model], Result]) -> Future[Result]:
+        """Raises UnsupportedError: a function is not sent to a replica."""
+        raise UnsupportedError(f"computing embeddings {NOT_HERE}")
+
+    def drain(self, seconds: float = 0.0) -> bool:
+        """Take no more requests; those that run are told that the server ends."""
+        self.refuse_closed()
+        for replica in self.replicas:
+            replica.close()
+        return True
+
+    def close(self) -> None:
+        """Close it, the store, and the replicas if they are its own."""
+        super().close()
+        if self._tier is not None:
+            self._tier.close()
+        self._at_close()
+
+    def remote(self) -> list[RemoteReplica]:
+        """The replicas that are not lost."""
+        return [replica for replica in self.replicas if isinstance(replica, RemoteReplica) and not replica.lost]
+
+    def _home(self, tokens: Sequence[int], salt: str) -> RemoteReplica:
+        for replica in self.by_choice(route_key(tokens, tenant=salt)):
+            if isinstance(replica, RemoteReplica):
+                return replica
+        raise EngineClosed("no replica answers now")

@@ -1,0 +1,232 @@
+"""Messages between a front and its replicas: MessagePack, checked as it is read. Nothing is pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import msgspec
+
+from lmstate.cluster.handle import ReplicaLost, Told, Work
+from lmstate.engine.results import (
+    Completion,
+    Drained,
+    EngineClosed,
+    EngineError,
+    Load,
+    Piece,
+    QueueFull,
+    SessionMoved,
+    StoreUnreachable,
+)
+from lmstate.engine.session import SessionBusy
+from lmstate.errors import CapacityError, StateError, UnsupportedError
+from lmstate.generation.grammar import Grammar
+from lmstate.generation.logprobs import TokenLogprob
+from lmstate.generation.params import SamplingParams
+from lmstate.generation.row import Finish
+from lmstate.models.config import ModelConfig
+
+# Errors that keep their class on the way; what is of a subclass goes as the nearest of these.
+ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error
+    for error in (
+        QueueFull, EngineClosed, StoreUnreachable, SessionBusy, ReplicaLost, CapacityError, UnsupportedError,
+        StateError, EngineError, ValueError, TypeError,
+    )
+}  # fmt: skip
+Message = TypeVar("Message", bound=msgspec.Struct)
+
+
+@runtime_checkable
+class WrittenGrammar(Protocol):
+    """A grammar that another process can compile again."""
+
+    lark: str
+
+
+class WireWork(msgspec.Struct, frozen=True):
+    """A request for a replica. One of `text`, `ids` and `messages` is its prompt."""
+
+    to: str  # the replica
+    id: str  # of the request, for `WireNote`
+    params: dict[str, Any]  # those that are not at their defaults
+    answered: list[list[int]]
+    text: str | None = None
+    ids: list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    grammar: str | None = None
+    priority: int = 0
+    deadline: float | None = None
+    itl: float | None = None
+    session: str | None = None
+    key: str | None = None
+    salt: str = ""
+
+
+class WireNote(msgspec.Struct, frozen=True):
+    """A wish of a request's sender."""
+
+    id: str
+    cancel: bool
+    end_thinking: bool
+
+
+class WirePiece(msgspec.Struct, frozen=True, array_like=True):
+    text: str
+    index: int
+    tokens: list[int]
+    logprobs: list[TokenLogprob] | None
+    finished: Finish | None
+    certain: int | None
+    start: int
+
+
+class WireError(msgspec.Struct, frozen=True):
+    kind: str
+    message: str
+    answered: list[list[int]] = []
+    seed: int = 0
+    generation: int = 0
+
+
+class WireNews(msgspec.Struct, frozen=True):
+    """News of a request. The first of a session's turn has all of its `prompt`."""
+
+    pieces: list[WirePiece] = []
+    computed: int = 0
+    reused: int | None = None
+    prompt: list[int] | None = None
+    completion: Completion | None = None
+    error: WireError | None = None
+
+
+class WireView(msgspec.Struct, frozen=True):
+    """A replica as it is now."""
+
+    id: str
+    load: Load
+    takes: bool
+    unstored: int
+
+
+class WireFacts(msgspec.Struct, frozen=True):
+    """A replica, as it stays, and the limits of its model."""
+
+    id: str
+    rank: int
+    pid: int
+    namespace: str
+    rows: int
+    fingerprint: str
+    config: ModelConfig
+    layers: int
+    max_positions: int | None
+    context_size: int | None
+    eos_ids: list[int]
+    defaults: dict[str, Any]
+
+
+class WireQuestion(msgspec.Struct, frozen=True):
+    """A look at a replica's memory. `tokens` and `salt`: of what it is about."""
+
+    about: str
+    tokens: list[int] = []
+    salt: str | None = None
+    seconds: float = 0.0
+
+
+class WireAnswer(msgspec.Struct, frozen=True):
+    found: msgspec.Raw = msgspec.Raw(b"\xc0")  # MessagePack's null
+    error: WireError | None = None
+
+
+def pack(message: object) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def unpack(told: bytes, kind: type[Message]) -> Message:
+    """Raises ReplicaLost for what is no such message: the other side is not to be trusted with more."""
+    try:
+        return msgspec.msgpack.decode(told, type=kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ReplicaLost(f"a message that is no {kind.__name__} came over the wire: {error}") from None
+
+
+def work_to_wire(work: Work, answered: list[list[int]], to: str, id: str) -> WireWork:
+    """Raises UnsupportedError for a grammar that is an object of this process."""
+    params, grammar = work.params, work.params.grammar
+    if grammar is not None and not isinstance(grammar, WrittenGrammar):
+        raise UnsupportedError(
+            f"the grammar {grammar!r:.80} was given to a front; replicas take those that the server compiles, from text"
+        )
+    told = {
+        field.name: value
+        for field in fields(params)
+        if field.name not in ("grammar", "logit_bias", "stop_token_ids")
+        and (value := getattr(params, field.name)) != field.default
+    }
+    if params.biases:
+        told["logit_bias"] = dict(params.biases)
+    if params.stop_token_ids:
+        told["stop_token_ids"] = sorted(params.stop_token_ids)
+    prompt = work.prompt
+    text = prompt if isinstance(prompt, str) else None
+    talk = [one for one in prompt if isinstance(one, dict)] if text is None else []
+    ids = [one for one in prompt if isinstance(one, int)] if text is None and not talk else None
+    return WireWork(
+        to, id, told, answered, text, ids, talk or None, None if grammar is None else grammar.lark,
+        work.priority, work.deadline, work.itl, work.session, work.key, work.salt,
+    )  # fmt: skip
+
+
+def work_of_wire(told: WireWork, compiled: Callable[[str], Grammar]) -> Work:
+    """Inverse of `work_to_wire`. Raises ValueError and TypeError for parameters that are out of range or unknown."""
+    params = SamplingParams(**told.params)
+    if told.grammar is not None:
+        params = replace(params, grammar=compiled(told.grammar))
+    given = [prompt for prompt in (told.text, told.ids, told.messages) if prompt is not None]
+    if len(given) != 1:
+        raise ValueError(f"a request came with {len(given)} prompts; it has one: text, ids or messages")
+    return Work(given[0], params, told.priority, told.deadline, told.itl, told.session, told.key, told.salt)
+
+
+def news_to_wire(told: Told, prompt: list[int] | None) -> WireNews:
+    pieces = [
+        WirePiece(str(piece), piece.index, piece.tokens, piece.logprobs, piece.finished, piece.certain, piece.start)
+        for piece in told.pieces
+    ]
+    outcome = told.outcome
+    completion = outcome if isinstance(outcome, Completion) else None
+    error = error_to_wire(outcome) if isinstance(outcome, BaseException) else None
+    return WireNews(pieces, told.computed, told.reused, prompt, completion, error)
+
+
+def news_of_wire(news: WireNews) -> Told:
+    pieces = [
+        Piece(piece.text, piece.index, piece.tokens, piece.logprobs, piece.finished, piece.certain, piece.start)
+        for piece in news.pieces
+    ]
+    outcome = news.completion if news.error is None else error_of_wire(news.error)
+    return Told(pieces, news.computed, news.reused, outcome)
+
+
+def error_to_wire(error: BaseException) -> WireError:
+    """What is none of the known errors goes as an EngineError that tells its class: its text may hold a prompt."""
+    if isinstance(error, Drained):
+        return WireError("Drained", str(error), error.answered, error.seed)
+    if isinstance(error, SessionMoved):
+        return WireError("SessionMoved", str(error), generation=error.generation)
+    kind = next((name for name, known in ERRORS.items() if isinstance(error, known)), None)
+    if kind is None:
+        return WireError("EngineError", f"a replica failed to answer, with {type(error).__name__}; its log says why")
+    return WireError(kind, str(error))
+
+
+def error_of_wire(told: WireError) -> Exception:
+    if told.kind == "Drained":
+        return Drained(told.answered, told.seed)
+    if told.kind == "SessionMoved":
+        return SessionMoved(told.message, told.generation)
+    return ERRORS.get(told.kind, EngineError)(told.message)

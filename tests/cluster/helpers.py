@@ -1,0 +1,51 @@
+"""Replicas behind a wire in this process, that can die as a process does."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import ExitStack, contextmanager
+
+from lmstate.cluster.deploy import Cluster
+from lmstate.cluster.handle import ReplicaLost
+from lmstate.cluster.served import ServedEngine
+from lmstate.cluster.wire import WireNews, unpack
+from lmstate.engine import Engine
+from lmstate.text.tokenizer import Tokenizer
+
+
+class LocalChannel:
+    """Calls to an engine of this process. `dies_after`: tokens of an answer after which it is dead."""
+
+    def __init__(self, engine: Engine, rank: int) -> None:
+        self.served, self.dead, self.dies_after = ServedEngine(engine, rank), False, -1
+        self.taken = 0
+
+    async def call(self, method: str, told: bytes) -> bytes:
+        if self.dead:
+            raise ReplicaLost("it is dead")
+        found: bytes = await getattr(self.served, method)(told)
+        return found
+
+    async def stream(self, method: str, told: bytes) -> AsyncGenerator[bytes]:
+        if self.dead:
+            raise ReplicaLost("it is dead")
+        self.taken += 1
+        tokens = 0
+        async for data in getattr(self.served, method)(told):
+            tokens += sum(len(piece.tokens) for piece in unpack(data, WireNews).pieces)
+            if self.dead or 0 <= self.dies_after < tokens:
+                self.dead = True
+                raise ReplicaLost("it died")
+            yield data
+
+
+@contextmanager
+def fleet(
+    *engines: Engine, store: str | None = None, tokenizer: Tokenizer | None = None
+) -> Iterator[tuple[Cluster, list[LocalChannel]]]:
+    """A cluster of these engines, which end with it."""
+    with ExitStack() as stack:
+        for engine in engines:
+            stack.enter_context(engine)
+        channels = [LocalChannel(engine, rank) for rank, engine in enumerate(engines)]
+        yield stack.enter_context(Cluster(channels, tokenizer, store)), channels

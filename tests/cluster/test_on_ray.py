@@ -1,0 +1,97 @@
+"""Replicas on a real Ray of this machine: answers outlive a process that is killed, and one that is drained."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from lmstate.cluster.moving import MovingRequest
+from lmstate.engine import Engine
+from tests.cluster.test_front import check
+from tests.serve.running import load_tiny, save_tiny
+from tests.waiting import wait_until
+
+MISSING = [name for name in ("ray", "ormsgpack") if find_spec(name) is None]  # Ray reads its token when imported
+pytestmark = [pytest.mark.ray, pytest.mark.skipif(bool(MISSING), reason=f"needs {MISSING}: lmstate[ray]")]
+
+LONG: dict[str, Any] = {"max_new_tokens": 1500, "ignore_eos": True, "temperature": 1.0, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from lmstate.cluster.deploy import deploy
+
+    store = f"file://{tmp_path_factory.mktemp('store')}"
+    with deploy(str(folder), 2, store, weights="float32", rows=4, memory="100MB") as deployed:
+        yield deployed
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Iterator[Engine]:
+    with Engine(load_tiny(folder), rows=4) as engine:
+        yield engine
+
+
+def whole(cluster: Any) -> bool:
+    return sum(one["takes"] for one in cluster.status()) == 2
+
+
+def home(cluster: Any) -> dict[str, Any]:
+    """The replica that answers."""
+
+    def found() -> list[dict[str, Any]]:
+        return [one for one in cluster.status() if one["answering"]]
+
+    wait_until(lambda: bool(found()))
+    return found()[0]
+
+
+def test_a_session_stays_at_its_replica(cluster: Any) -> None:
+    session = cluster.front.session("one")
+    for turn in range(3):
+        completion = session.send([5, 6, 7 + turn], max_new_tokens=40, ignore_eos=True).result(120)
+        assert completion.stored and completion.usage.reused == (43 * turn and 43 * turn - 1)
+    assert session.generation == 3 and len(session.tokens) == 129
+    counts = sorted(replica.stats()["requests"] for replica in cluster.front.remote())
+    assert counts == [0, 3]
+
+
+def test_an_answer_outlives_a_process_that_is_killed(cluster: Any, alone: Engine) -> None:
+    wait_until(lambda: whole(cluster))
+    answer = cluster.front.submit(list(range(1, 60)), **LONG)
+    pieces = iter(answer)
+    for _ in range(20):
+        next(pieces)
+    killed = home(cluster)
+    os.kill(killed["pid"], signal.SIGKILL)
+    check(answer, alone.submit(list(range(1, 60)), **LONG))
+    assert isinstance(answer, MovingRequest) and answer.moves == 1
+    session = cluster.front.session("one")
+    assert session.send([9], max_new_tokens=4, ignore_eos=True).result(120).stored
+    wait_until(lambda: whole(cluster))
+    assert killed["id"] not in [one["id"] for one in cluster.status()]
+
+
+def test_an_answer_outlives_a_replica_that_is_drained(cluster: Any, alone: Engine) -> None:
+    wait_until(lambda: whole(cluster))
+    answer = cluster.front.submit(list(range(100, 160)), **LONG)
+    next(iter(answer))
+    drained = home(cluster)
+    draining = Thread(target=cluster.drain, args=(drained["rank"],))
+    draining.start()
+    check(answer, alone.submit(list(range(100, 160)), **LONG))
+    assert answer.moves == 1
+    draining.join(120)
+    wait_until(lambda: whole(cluster) and drained["id"] not in [one["id"] for one in cluster.status()])

@@ -1,0 +1,196 @@
+"""Replicas behind a wire answer as an engine here does, and what is wrong on the wire is an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lmstate
+from lmstate.cluster.handle import ReplicaLost, Work
+from lmstate.cluster.moving import MovingRequest
+from lmstate.cluster.wire import (
+    ERRORS,
+    WireNews,
+    WireWork,
+    error_of_wire,
+    error_to_wire,
+    pack,
+    unpack,
+    work_of_wire,
+    work_to_wire,
+)
+from lmstate.engine import Drained, Engine, QueueFull, SessionBusy
+from lmstate.engine.results import SessionMoved
+from lmstate.errors import RewindError, UnsupportedError
+from tests.cluster.helpers import fleet
+from tests.cluster.test_front import GIVEN, check
+from tests.engine.test_batching import prompt
+from tests.waiting import wait_until
+from tests.zoo import ours
+
+PARAMS = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.floats(0, 2),
+        "top_k": st.integers(1, 50),
+        "top_p": st.floats(0.1, 1),
+        "seed": st.integers(0, 2**62),
+        "repetition_penalty": st.floats(0.5, 2),
+        "logit_bias": st.dictionaries(st.integers(0, 40), st.floats(-5, 5), max_size=3),
+        "max_new_tokens": st.integers(0, 10**6),
+        "n": st.integers(1, 4),
+        "stop": st.lists(st.text(min_size=1), max_size=2),
+        "stop_token_ids": st.sets(st.integers(0, 40), max_size=3),
+        "ignore_eos": st.booleans(),
+        "logprobs": st.integers(0, 5),
+        "max_thinking_tokens": st.integers(0, 9),
+    },
+)
+PROMPTS = st.one_of(
+    st.text(), st.lists(st.integers(0, 40)), st.lists(st.dictionaries(st.text(), st.text(), min_size=1), min_size=1)
+)
+
+
+@given(prompt=PROMPTS, params=PARAMS, priority=st.integers(-3, 3), deadline=st.none() | st.floats(0.1, 9))
+def test_a_request_comes_out_of_the_wire_as_it_went_in(prompt: Any, params: Any, priority: int, deadline: Any) -> None:
+    work = Work(prompt, lmstate.SamplingParams(**params), priority, deadline, 20.0, "name", "key", "salt")
+    told = unpack(pack(work_to_wire(work, [[1], [2]], "a", "b")), WireWork)
+    assert work_of_wire(told, lambda lark: pytest.fail("no grammar was given")) == work
+    assert (told.answered, told.to, told.id) == ([[1], [2]], "a", "b")
+
+
+@given(st.binary(max_size=200))
+def test_what_is_no_message_is_refused(told: bytes) -> None:
+    for kind in (WireWork, WireNews):
+        try:
+            unpack(told, kind)
+        except ReplicaLost as error:
+            assert "no Wire" in str(error)
+
+
+def test_errors_keep_their_class_and_no_other_text_leaves() -> None:
+    for kind in ERRORS.values():
+        told = error_of_wire(error_to_wire(kind("why")))
+        assert type(told) is kind and str(told) == "why"
+    drained, moved = error_of_wire(error_to_wire(Drained([[3]], 7))), error_of_wire(error_to_wire(SessionMoved("x", 4)))
+    assert isinstance(drained, Drained) and (drained.answered, drained.seed) == ([[3]], 7)
+    assert isinstance(moved, SessionMoved) and moved.generation == 4
+    assert isinstance(error_of_wire(error_to_wire(RewindError("back"))), lmstate.StateError)
+    assert "secret" not in str(error_of_wire(error_to_wire(KeyError("secret"))))
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3_next-dense"])
+def test_an_answer_goes_on_behind_the_wire(case: str) -> None:
+    model, ids = ours(case), prompt(90, 1)
+    given = {**GIVEN, "logprobs": 2}
+    with Engine(model) as engine, fleet(Engine(model), Engine(model)) as (cluster, channels):
+        whole = engine.submit(ids, **given)
+        expected = whole.result(600)
+        for channel in channels:
+            channel.dies_after = 15
+            answer = cluster.front.submit(ids, **given)
+            assert isinstance(answer, MovingRequest)
+            got = answer.result(600)
+            check(answer, whole)
+            assert got.logprobs == expected.logprobs or answer.moves
+            if answer.moves:
+                break
+            channel.dies_after = -1
+        assert answer.moves == 1 and sum(channel.dead for channel in channels) == 1
+        assert len(cluster.status()) == 2 or len(cluster.front.replicas) == 1
+
+
+def test_a_replica_that_comes_back_is_used_again() -> None:
+    model = ours("llama")
+    with fleet(Engine(model), Engine(model)) as (cluster, channels):
+        channels[0].dead = True
+        wait_until(lambda: not all(one["takes"] for one in cluster.status()))
+        for seed in range(3):
+            assert cluster.front.submit(prompt(20, seed), max_new_tokens=2).result(600)
+        assert channels[0].taken == 0
+        channels[0].dead = False
+        wait_until(lambda: all(one["takes"] for one in cluster.status()) and len(cluster.status()) == 2)
+
+
+def test_a_drained_replica_hands_its_answers_on() -> None:
+    model, ids = ours("llama"), prompt(60, 2)
+    given = {**GIVEN, "max_new_tokens": 150}
+    with Engine(model) as engine, fleet(Engine(model), Engine(model)) as (cluster, channels):
+        answer = cluster.front.submit(ids, **given)
+        next(iter(answer))
+        home = next(rank for rank, channel in enumerate(channels) if channel.taken)
+        assert cluster.drain(home)
+        check(answer, engine.submit(ids, **given))
+        assert channels[1 - home].taken == 1
+        with pytest.raises(RuntimeError, match="drained"):
+            channels[home].served.check_health()
+        channels[1 - home].served.check_health()
+        with pytest.raises(ValueError, match="no replica of rank 7"):
+            cluster.drain(7)
+
+
+def test_refusals_pass_a_request_on() -> None:
+    model = ours("llama")
+    with fleet(*(Engine(model, rows=1, queue=1) for _ in range(2))) as (cluster, channels):
+        long = {"max_new_tokens": 100_000, "ignore_eos": True}
+        running = [cluster.front.submit(prompt(20, seed), **long) for seed in range(2)]
+        for one in running:
+            next(iter(one))
+        waiting = [cluster.front.submit(prompt(20, seed), **long) for seed in range(2, 4)]
+        wait_until(lambda: all(channel.served.engine.load().waiting for channel in channels))
+        with pytest.raises(QueueFull):
+            cluster.front.submit(prompt(20, 9)).result(600)
+        for one in (*waiting, *running):
+            one.cancel()
+        assert running[0].result(600).finished == ["cancelled"]
+
+
+def test_sessions_are_the_stores(tmp_path: Path) -> None:
+    model, store = ours("llama"), f"file://{tmp_path}"
+    engines = [Engine(model, store=store) for _ in range(2)]
+    short = {"max_new_tokens": 5, "ignore_eos": True}
+    with fleet(*engines, store=store) as (cluster, channels):
+        front = cluster.front
+        session = front.new_session("one", lmstate.engine.session.Record())
+        first = session.send([5, 6, 7], **short).result(600)
+        assert session.tokens == [5, 6, 7, *first.tokens[0]] and first.stored
+        with pytest.raises(SessionBusy):
+            slow = session.send([1], max_new_tokens=100_000, ignore_eos=True)
+            session.send([2], **short)
+        slow.cancel()
+        slow.result(600)
+        assert session.tokens == [5, 6, 7, *first.tokens[0]], "a turn that was cancelled is not kept"
+        session.send([9], **short).result(600)
+        session.undo()
+        assert session.tokens == [5, 6, 7, *first.tokens[0]]
+        other = session.fork("two")
+        for channel in channels:
+            if channel.taken:
+                channel.dead = True
+        second = other.send([8], **short).result(600)
+        assert other.tokens == [*session.tokens, 8, *second.tokens[0]]
+        with Engine(model) as alone:
+            assert alone.submit([*session.tokens, 8], **short).result(600).tokens == second.tokens
+        assert front.sessions() == ["one", "two"]
+        session.close()
+        assert front.find_session("one") is None and front.sessions() == ["two"]
+
+
+def test_a_front_looks_into_its_replicas() -> None:
+    model, ids = ours("llama"), prompt(130, 5)
+    with fleet(Engine(model), Engine(model)) as (cluster, _):
+        front = cluster.front
+        front.submit(ids, max_new_tokens=2).result(600)
+        assert front.explain(ids).reused > 100
+        assert front.stats()["requests"] == 1 and front.resident() and front.at_work() == []
+        assert front.tree().count("replica ") == 2 and front.prefixes(ids) and front.held(ids)
+        assert front.draft_report().drafted == 0 or front.draft_report().verified
+        front.clear_prefixes()
+        assert front.explain(ids).reused == 0
+        for refused in (lambda: front.call(lambda model: None), lambda: front.session("one")):
+            with pytest.raises(UnsupportedError):
+                refused()
