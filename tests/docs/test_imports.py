@@ -52,8 +52,8 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "lmstate.cluster": [
         {"key"},
-        {"placement", "handle", "ray_channel", "ray_cluster"},
-        {"moving", "wire"},
+        {"placement", "handle", "ray_cluster"},
+        {"moving", "wire", "ray_channel"},
         {"front", "remote", "served"},
         {"serving", "replica"},
         {"deploy"},

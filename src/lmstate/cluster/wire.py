@@ -213,7 +213,7 @@ def news_of_wire(news: WireNews) -> Told:
 
 
 def error_to_wire(error: BaseException) -> WireError:
-    """What is none of the known errors goes as an EngineError that tells its class: its text may hold a prompt."""
+    """Other errors than the known ones go as an EngineError that tells their class: their text may hold a prompt."""
     if isinstance(error, Drained):
         return WireError("Drained", str(error), error.answered, error.seed)
     if isinstance(error, SessionMoved):
