@@ -29,6 +29,7 @@ from lmstate.models.config import ModelConfig
 from lmstate.speculation import DraftReport
 from lmstate.text.replay import Replay
 from lmstate.text.tokenizer import Tokenizer
+from lmstate.vision.reader import PicturePrompt
 
 if TYPE_CHECKING:
     from lmstate.models.model import Model
@@ -75,6 +76,10 @@ class RemoteModel:
         """Raises UnsupportedError: there are no weights here."""
         raise UnsupportedError(f"a list of the weights {NOT_HERE}")
 
+    def pictures(self) -> Any:
+        """Raises UnsupportedError: replicas are sent text."""
+        raise UnsupportedError(f"a picture {NOT_HERE}")
+
     def new_state(self, *args: object, **options: object) -> Any:
         """Raises UnsupportedError: nothing is computed here."""
         raise UnsupportedError(f"computing embeddings {NOT_HERE}")
@@ -110,6 +115,10 @@ class ServingFront(Front):
 
     def submit(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> Request:
         """`Front.submit`, that takes a `Session` too."""
+        if isinstance(prompt, PicturePrompt):
+            if prompt.media:
+                self.model.pictures()  # refuses
+            prompt = prompt.tokens
         session, key = options.pop("session", None), options.get("idempotency_key")
         if session is None:
             return super().submit(prompt, params, **options)
