@@ -1,4 +1,4 @@
-"""The Python of docs/engine.md, and the loop of docs/speculation.md, run as they are written."""
+"""The Python of docs/engine.md and docs/generation.md, and the loop of docs/speculation.md, run as they are written."""
 
 from __future__ import annotations
 
@@ -27,6 +27,16 @@ def test_the_page_of_the_engine_runs(
     exec(compile(block, "engine.md", "exec"), names)
     assert names["request"].result().texts[0] in capsys.readouterr().out
     assert any((tmp_path / "prefixes").iterdir())
+
+
+def test_the_page_of_generation_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    smollm2()
+    names: dict[str, Any] = {}
+    for block in blocks("generation.md"):
+        exec(compile(block, "generation.md", "exec"), names)
+    held = names["model"].tokenizer.decode(names["state"].tokens(0))
+    assert "And a mountain?" in held and "And a longer one?" not in held
+    assert names["answer"] in held and "Hello!" in capsys.readouterr().out
 
 
 def test_the_loop_of_ones_own_gives_the_plain_text() -> None:

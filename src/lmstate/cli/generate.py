@@ -217,7 +217,7 @@ def _begin(model: Model, state: State, text: str, chat: bool | None, system: str
 def _go_on(model: Model, state: State, path: Path, text: str, chat: bool | None) -> GenerateRequest:
     """A request on a saved state, restored to an empty one: the next question of a conversation, or more of a text."""
     from lmstate.cli.chat.branches import messages_of
-    from lmstate.cli.chat.conversation import align
+    from lmstate.generation.conversation import align
     from lmstate.state import Snapshot
 
     snapshot = Snapshot.load(path)

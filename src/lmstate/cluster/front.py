@@ -18,11 +18,12 @@ from lmstate.cluster.handle import Errand, Listener, ReplicaHandle, ReplicaLost,
 from lmstate.cluster.key import RouteKey, route_key
 from lmstate.cluster.moving import MovingRequest
 from lmstate.cluster.placement import Placement, ReplicaView, RouteCosts
-from lmstate.engine.options import are_messages, check_length, prompt_ids
+from lmstate.engine.options import check_length, prompt_ids
 from lmstate.engine.request import Request
 from lmstate.engine.results import EngineClosed, Load, QueueFull
 from lmstate.engine.session import check_name
 from lmstate.generation.params import SamplingParams, sampling_params
+from lmstate.generation.prompts import are_messages
 from lmstate.generation.thinking import ThinkingFormat
 from lmstate.text.replay import Replay
 

@@ -27,12 +27,10 @@ from lmstate.engine.job import Job, Terms
 from lmstate.engine.memory import RowCost
 from lmstate.engine.options import (
     answered_ids,
-    are_messages,
     as_bytes,
     check_length,
     check_salt,
     read_prompt,
-    refuse_no_messages,
 )
 from lmstate.engine.pace import Pace
 from lmstate.engine.prefix.picture import Prefix, picture, prefixes, resident
@@ -46,6 +44,7 @@ from lmstate.engine.tiers import RecordStore, Tier, open_tier
 from lmstate.engine.tiers.fetch import PatientRecords
 from lmstate.errors import SnapshotError, UnsupportedError
 from lmstate.generation.params import SamplingParams, sampling_params
+from lmstate.generation.prompts import are_messages, refuse_no_messages
 from lmstate.generation.thinking import ThinkingFormat
 from lmstate.speculation import DraftChoice, DraftReport
 from lmstate.state import BlockPool, Snapshot, State

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from lmstate.generation.params import SamplingParams, check_token
-from lmstate.generation.prompts import as_token_lists
+from lmstate.generation.prompts import are_messages, as_token_lists
 from lmstate.state.validate import token_ids, whole_number
 from lmstate.threads import available
 from lmstate.vision.reader import PicturePrompt, named, pictures_of
@@ -19,16 +19,6 @@ if TYPE_CHECKING:
     from lmstate.text.replay import Replay
 
 MAX_SALT = 128  # characters
-
-
-def are_messages(prompt: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
-    return isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(part, Mapping) for part in prompt)
-
-
-def refuse_no_messages(messages: Any) -> None:
-    """Raises ValueError for what is no list of chat messages."""
-    if not are_messages(messages):
-        raise ValueError(f"{messages!r:.80} was given; chat messages are a list of dicts with a role and a content")
 
 
 def check_salt(salt: object) -> None:

@@ -13,11 +13,11 @@ from threading import Lock
 from typing import Any, Protocol, get_args
 from uuid import uuid4
 
-from lmstate.engine.options import are_messages
 from lmstate.engine.request import Request
 from lmstate.engine.results import EngineError, StoreUnreachable
 from lmstate.engine.tiers.records import CHANGES, SavedSession
 from lmstate.errors import RewindError, StateError
+from lmstate.generation.prompts import are_messages
 from lmstate.generation.row import Finish
 from lmstate.state import MediaSpan
 from lmstate.state.media import spans_from_json, spans_to_json

@@ -296,7 +296,7 @@ def generate(
 ) -> Any:
     """The text that the model continues `prompt` with; for a list of prompts a list of texts, from one ragged batch.
 
-    prompt          a text or a list of token ids; or a list of these: one prompt for each row
+    prompt          a text, a list of token ids, or chat messages; or a list of texts or of ids: one for each row
     state           continues it (one prompt per row) and leaves it as this module's docstring says; None: a fresh one
     params          a `lmstate.SamplingParams`. Its fields can be given by name too, and count before it:
                     `generate(prompt, max_new_tokens=20, temperature=0.7)`. With one `seed` a row gives the same text

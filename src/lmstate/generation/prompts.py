@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from torch import Tensor
 
@@ -17,7 +17,18 @@ if TYPE_CHECKING:
     from lmstate.text.tokenizer import Tokenizer
 
 SinglePrompt: TypeAlias = "str | Sequence[int] | Tensor"
-Prompt: TypeAlias = "SinglePrompt | Sequence[SinglePrompt]"
+Messages: TypeAlias = "Sequence[Mapping[str, Any]]"
+Prompt: TypeAlias = "SinglePrompt | Messages | Sequence[SinglePrompt]"
+
+
+def are_messages(prompt: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
+    return isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(part, Mapping) for part in prompt)
+
+
+def refuse_no_messages(messages: Any) -> None:
+    """Raises ValueError for what is no list of chat messages."""
+    if not are_messages(messages):
+        raise ValueError(f"{messages!r:.80} was given; chat messages are a list of dicts with a role and a content")
 
 
 def as_token_lists(
@@ -25,8 +36,8 @@ def as_token_lists(
 ) -> tuple[list[list[int]], bool]:
     """(one list of ids per row, whether `prompt` was a single one).
 
-    A text or a list of ids is a single prompt; a list of texts or of lists is a batch. Text that continues a row of
-    `state` gets no begin token, and no text gets one where the rows have `begun`.
+    A text, a list of ids or chat messages are a single prompt; a list of texts or of lists is a batch. Text that
+    continues a row of `state` gets no begin token, and no text gets one where the rows have `begun`.
     """
     if state is not None and not hasattr(state, "rows"):
         raise StateError(f"state is {state!r:.80}; give what model.new_state made, or None for a fresh one")
@@ -40,6 +51,15 @@ def as_token_lists(
         raise ValueError(
             "the prompt is an empty list and has no tokens: give a text, token ids, or a prompt for each row"
         )
+    if are_messages(given):
+        if tokenizer is None:
+            raise ValueError("a prompt is chat messages, and the model has no tokenizer: give token ids")
+        if state is not None and any(state.lengths):
+            raise ValueError(
+                "messages are a whole conversation, and the state holds tokens: model.chat(messages, state) goes on "
+                "with it from where they part"
+            )
+        return [tokenizer.chat(given)], True
     single = isinstance(given, str) or _are_ids(given)
     rows = []
     for row, one in enumerate([given] if single else given):
@@ -52,10 +72,8 @@ def as_token_lists(
         elif _are_ids(one):
             rows.append(token_ids(one, f"prompt {row}"))
         else:
-            chat = "; of messages, model.tokenizer.chat(messages) gives the ids" if isinstance(one, Mapping) else ""
             raise ValueError(
                 f"a prompt must be a text or a list of token ids; prompt {row} is {one!r:.80} ({type(one).__name__})"
-                + chat
             )
     return rows, single
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.errors import StateError, UnsupportedError
 from lmstate.generation import generate, stream
+from lmstate.generation.conversation import chat
 from lmstate.language_model import Logits
 from lmstate.models.block import Block, new_layers
 from lmstate.models.compiled import STATIC_CHUNK, check_static, device_logits, mark_static, traceable
@@ -43,6 +44,7 @@ from lmstate.state.media import overlaid
 from lmstate.state.snapshot import differences
 from lmstate.state.tree import grow
 from lmstate.state.validate import flag, flags, whole_number
+from lmstate.text.replay import Replay
 
 if TYPE_CHECKING:
     from lmstate.text.tokenizer import Tokenizer
@@ -94,6 +96,7 @@ class Model:
     """Called with (tokens done, tokens of the step) before each part of a long step, and at its end."""
     _derived: FromBlocks | None = field(default=None, init=False, repr=False)
     _pictures: PictureReader | None = field(default=None, init=False, repr=False)
+    _replay: Replay | None = field(default=None, init=False, repr=False)
 
     def __repr__(self) -> str:
         parts, heads = self.parts, len(self.heads)
@@ -638,6 +641,14 @@ class Model:
 
     generate = generate
     stream = stream
+    chat = chat
+
+    @property
+    def replay(self) -> Replay:
+        """The tokens of answers that `chat` gave, by their conversations."""
+        if self._replay is None:
+            self._replay = Replay()
+        return self._replay
 
 
 def _shown(value: object) -> str:

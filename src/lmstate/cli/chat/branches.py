@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 
-from lmstate.cli.chat.messages import ROLES, Message, common_prefix
+from lmstate.cli.chat.messages import ROLES, Message
+from lmstate.generation.conversation import common_prefix
 from lmstate.state import Snapshot, State
 
 FIRST = "main"

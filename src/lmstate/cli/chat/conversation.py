@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lmstate.cli.chat.branches import Branches, load
-from lmstate.cli.chat.messages import Message, common_prefix
+from lmstate.cli.chat.messages import Message
 from lmstate.cli.progress import warn_of_length
 from lmstate.generation import Generation, Report, Sampler, SamplingParams
+from lmstate.generation.conversation import align, common_prefix
 from lmstate.generation.params import sampling_params
 from lmstate.speculation import Speculator, make_drafter
 
@@ -189,15 +190,6 @@ class ChatConversation:
         self.state.rewind(0, to)
         self.messages = messages
         return cost
-
-
-def align(state: State, ids: Sequence[int]) -> list[int]:
-    """Rewind row 0 to the longest beginning that it shares with `ids`; returns what is to be fed after it."""
-    held = state.tokens(0)
-    same = min(common_prefix(held, list(ids)), len(ids) - 1)  # one token at least is fed, to have logits from
-    if same < len(held):
-        state.rewind(0, same)
-    return list(ids[same:])
 
 
 def turns(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
