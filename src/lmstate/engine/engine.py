@@ -523,6 +523,13 @@ class Engine:
                 self._tier.close()
         atexit.unregister(self._at_exit)
 
+    def __repr__(self) -> str:
+        load = self._scheduler.load()
+        work = (
+            "closed" if self._closed else f"{load.waiting} waiting, {load.reading} reading, {load.answering} answering"
+        )
+        return f"Engine({self.model.name or self.model.config.family!r}, rows={self.rows}: {work})"
+
     def __enter__(self) -> Engine:
         return self
 

@@ -53,6 +53,10 @@ class Request:
     def done(self) -> bool:
         return self._completion is not None or self._error is not None
 
+    def __repr__(self) -> str:
+        done = "failed" if self._error is not None else "ended" if self._completion is not None else "running"
+        return f"Request({done}: {self.computed} of {len(self.prompt)} prompt tokens, {self.generated} generated)"
+
     @property
     def progress(self) -> tuple[int, int]:
         """(tokens of the prompt that are computed or reused, all of them)."""

@@ -216,6 +216,12 @@ class Session:
         self._generation = 0  # of the record in the store that this one stands on; 0: none that is known
         self._changes: tuple[str, ...] = ()  # of that record
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "answering" if self._running is not None else "idle"
+        return (
+            f"Session({self.name!r}, {state}: {len(self._record.tokens)} tokens, {len(self._record.messages)} messages)"
+        )
+
     @property
     def generation(self) -> int:
         """Number of the session's changes that the store has confirmed, by all processes; 0 without a store."""

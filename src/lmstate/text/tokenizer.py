@@ -61,6 +61,11 @@ class Tokenizer:
             token.special = True
         self._inner.add_special_tokens(plain)
 
+    def __repr__(self) -> str:
+        ends = ", ".join(self._inner.id_to_token(id) or str(id) for id in sorted(self.eos_ids))
+        template = "a chat template" if self.has_chat_template else "no chat template"
+        return f"Tokenizer({self.vocab_size:,} tokens, ends {ends or 'none'}, {template})"
+
     @property
     def vocab_size(self) -> int:
         """Tokens that have a text, added ones included. A model's logits may be padded to more."""
