@@ -63,11 +63,14 @@ class Pace:
         self._last, self._since, self._rows = seconds, 0, rows
         self.decode = seconds if self.decode is None else (1 - NEW) * self.decode + NEW * seconds
 
-    def read(self, seconds: float, chunks: Collection[tuple[int, int]], heads: int, rows: int) -> float:
+    def read(
+        self, seconds: float, chunks: Collection[tuple[int, int]], heads: int, rows: int, *, apart: bool = False
+    ) -> float:
         """A step that read these chunks, (tokens, position) each, took this long, the head over `heads` of their tokens
-        included, beside so many rows that decode. Returns the part of the seconds that these took."""
-        decoding = rows > 0
-        x = ChunkParts.of(chunks, heads, decoding)
+        included, beside so many rows that decode, or before them (`apart`). Returns the part of the seconds that these
+        took."""
+        decoding = rows > 0 and not apart
+        x = ChunkParts.of(chunks, heads, rows > 0)
         self._largest = max(self._largest, int(x.tokens))
         if decoding and self.decode is None:  # what is known of chunks is not theirs
             self.decode = max(seconds - self._expected(x), 0.1 * seconds)

@@ -84,6 +84,8 @@ class Scheduler:
         self._looks = 2  # steps to look after: a row that has joined takes blocks of its own in the next one
         self._pace, self._reuse, self._drafting, self._ended = pace, reuse, drafting, ended
         self._delivery = delivery
+        # Where padding is computed too, a chunk beside rows of one token each would be as much work for all of them.
+        self._together = model.leaves_padding_out
 
     def step(self) -> bool:
         """One step of everything. Whether anything could be done."""
@@ -277,12 +279,14 @@ class Scheduler:
 
     def _chunks(self) -> dict[Reader, int]:
         """The texts that the next step reads, and how many tokens of each: within the bounds on the gaps of the rows
-        that decode. They have rows."""
+        that decode. They have rows, unless each is read in a state of its own."""
         readers = [reader for reader in self._readers() if isinstance(reader, Preempted) or reader.logits is None]
         texts = [
             (reader.at, min(reader.left(), ECHO_CHUNK) if _echoes(reader) else reader.left()) for reader in readers
         ]
         chunks = dict(zip(readers, self._pace.chunks(texts, bool(self._jobs), self._itls())))
+        if not self._together:
+            return chunks
         for reader in chunks:
             self._guarded(_job_of(reader), partial(self._seat_reader, reader))
         return {reader: size for reader, size in chunks.items() if reader in self.pool}
@@ -312,7 +316,10 @@ class Scheduler:
             if not reader.left():
                 self._looks = 2
                 self.preempted.remove(reader)
-                self.pool.hand_over(reader, reader.choice)
+                if reader.state is not None:
+                    self.pool.join(reader.choice, reader.state)
+                else:
+                    self.pool.hand_over(reader, reader.choice)
                 self._jobs[reader.choice] = job
             return
         if _echoes(job):
@@ -323,7 +330,7 @@ class Scheduler:
             job.has_read(logits[size - 1 if _echoes(job) else 0].clone())
             job.unkept = True
         elif cut:
-            self._keep(self.pool.snapshot(job), job)
+            self._keep(self._read_so_far(job), job)
 
     def _echo(self, job: Job, logits: Tensor, start: int) -> None:
         """Log probabilities of the prompt's tokens after each of a chunk's. logits float32 `[T, V]`."""
@@ -509,6 +516,10 @@ class Scheduler:
         for choice, job in list(self._jobs.items()):
             self._guarded(job, partial(self._end_if_full, choice))
         chunks = self._chunks()
+        if not self._together:
+            for reader, size in chunks.items():
+                self._guarded(_job_of(reader), partial(self._read_apart, reader, size))
+            chunks = {}
         choices = [owner for owner in self.pool.owners if isinstance(owner, AnswerRow)]  # in the order of the rows
         if not choices and not chunks:
             return
@@ -574,6 +585,15 @@ class Scheduler:
         ids = _ids_of(reader, size)
         logits = self.pool.step({reader: ids}, {reader: self._wanted(reader, size)}, once=[reader])
         self._has_read(reader, size, logits[self.pool.row(reader)], job)
+
+    def _read_apart(self, reader: Reader, size: int, job: Job) -> None:
+        """Read a chunk in the text's own state."""
+        assert reader.state is not None
+        begin, wanted = perf_counter(), self._wanted(reader, size)
+        logits = self.model([_ids_of(reader, size)], reader.state, logits=[wanted], rewindable=False)
+        assert logits is not None
+        self._pace.read(perf_counter() - begin, [(size, reader.at)], wanted, len(self._jobs), apart=True)
+        self._has_read(reader, size, logits[0], job)
 
     def _decode_one(self, choice: AnswerRow, job: Job) -> None:
         _, failed = self._take([choice], self.pool.step({choice: choice.feed}, {choice: 1}), {})

@@ -30,10 +30,10 @@ from lmstate.models.heads.head import DraftHead
 from lmstate.models.layers.cross_attention import CrossAttention
 from lmstate.models.layers.embedding import EmbeddingHook, LearnedPositions, OutputHook
 from lmstate.models.layers.rope import Rope
-from lmstate.models.stack import arrived, run_eager, run_stack, run_tapped
+from lmstate.models.stack import FusedSegment, arrived, compile_blocks, run_eager, run_stack, run_tapped
 from lmstate.models.tokens import Tokens, last_counts, token_rows
 from lmstate.models.trace import OnSublayer, Traced, traced_blocks
-from lmstate.ops import Norm, Weight
+from lmstate.ops import Norm, Weight, dispatch
 from lmstate.ops.dispatch import giving_way
 from lmstate.speculation.heads_drafter import AheadDraft
 from lmstate.state import LayerState, Layout, State, Step
@@ -272,6 +272,16 @@ class Model:
                 "this model's new_state"
             )
         state.user = weakref.ref(self)
+
+    @property
+    def leaves_padding_out(self) -> bool:
+        """Whether a step costs what its tokens cost, however unequal its rows: native bodies run the whole stack.
+
+        Else what lies to the right of a row's tokens is computed too.
+        """
+        if self.heads or any(device.type != "cpu" for device in self.devices) or dispatch.choice().library is None:
+            return False
+        return all(isinstance(segment, FusedSegment) for segment in compile_blocks(self.blocks))
 
     @property
     def max_positions(self) -> int | None:
