@@ -99,7 +99,7 @@ def test_an_answer_is_written_by_one_server_and_seen_on_the_other(
         assert there.post(again).status_code == 200
         wait_until(lambda: node(there, id, first["id"])["status"] == "length")
         monkeypatch.undo()
-    kept = servers[0].server.config.app.state.keeper  # type: ignore[union-attr]
+    kept = servers[0].server.config.app.state.pool.find(None).attached  # type: ignore[union-attr]
     wait_until(lambda: not any(live.tasks for live in kept._open.values()))
     assert told(here, id) == told(there, id)  # the one that came too late has changed nothing
     own = kept.store._records.get_value(kept.store._values, f"{id}.{first['id']}.1.{kept.epoch}")
