@@ -296,3 +296,29 @@ def test_short_prompts_share_a_step_with_the_rows_that_decode(monkeypatch: pytes
         stream.result(600)
     assert max(forwards) >= (3, 1), "several were read beside a row that decodes"
     assert got == [alone(model, prompt(24, seed), 3, ends=frozenset())[0] for seed in range(20, 26)]
+
+
+@pytest.mark.parametrize(("family", "together"), [("llama", True), ("llama", False), ("deepseek_v3", False)])
+def test_prompts_are_read_apart_where_padding_is_computed(
+    family: str, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, forwards = ours(family), list[tuple[int, int]]()
+    if family == "llama" and not together:
+        monkeypatch.setattr(type(model), "leaves_padding_out", False)
+    elif model.leaves_padding_out != together:
+        pytest.skip("there are no native bodies here")
+    step = RowPool.step
+
+    def forward(self, tokens, *rest, once=(), **options):  # type: ignore[no-untyped-def]
+        forwards.append((len(once), len(tokens) - len(once)))
+        return step(self, tokens, *rest, once=once, **options)
+
+    monkeypatch.setattr(RowPool, "step", forward)
+    with lmstate.Engine(model, rows=4) as engine:
+        go = paused(engine)
+        asked = {n: engine.submit(prompt(30 * n, n), max_new_tokens=9, n=2, ignore_eos=True) for n in range(1, 4)}
+        go.set()
+        for n, request in asked.items():
+            expected = alone(model, prompt(30 * n, n), 9, ends=frozenset())[0]
+            assert request.result(600).tokens == [expected, expected]
+    assert any(chunks for chunks, _ in forwards) == together
