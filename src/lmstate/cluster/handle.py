@@ -100,6 +100,21 @@ class ReplicaHandle(Protocol):
     def close(self) -> None: ...
 
 
+def submitted(engine: Engine, work: Work, answered: list[list[int]]) -> Request:
+    """The request that an engine makes of work; it goes on from the tokens `answered` elsewhere."""
+    return engine.submit(
+        work.prompt,
+        work.params,
+        priority=work.priority,
+        deadline=work.deadline,
+        itl=work.itl,
+        session=work.session,
+        idempotency_key=work.key,
+        salt=work.salt,
+        answered=answered,
+    )
+
+
 class LocalReplica:
     """An engine of this process as a replica."""
 
@@ -121,17 +136,7 @@ class LocalReplica:
 
     def submit(self, work: Work, answered: list[list[int]], listener: Listener) -> Request:
         self._refuse_lost()
-        request = self.engine.submit(
-            work.prompt,
-            work.params,
-            priority=work.priority,
-            deadline=work.deadline,
-            itl=work.itl,
-            session=work.session,
-            idempotency_key=work.key,
-            salt=work.salt,
-            answered=answered,
-        )
+        request = submitted(self.engine, work, answered)
         with self._lock:
             if not self._lost:
                 self._listeners[listener] = None

@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any
 from uuid import uuid4
 
-from lmstate.cluster.handle import ReplicaLost, Told
+from lmstate.cluster.handle import ReplicaLost, Told, submitted
 from lmstate.cluster.wire import (
     WireAnswer,
     WireFacts,
@@ -111,18 +111,7 @@ class ServedEngine:
                 request.cancel()
 
     def _submitted(self, told: WireWork) -> Request:
-        work = work_of_wire(told, self._compiled)
-        return self.engine.submit(
-            work.prompt,
-            work.params,
-            priority=work.priority,
-            deadline=work.deadline,
-            itl=work.itl,
-            session=work.session,
-            idempotency_key=work.key,
-            answered=told.answered,
-            salt=work.salt,
-        )
+        return submitted(self.engine, work_of_wire(told, self._compiled), told.answered)
 
     def _compiled(self, lark: str) -> Grammar:
         from lmstate.serve.answer.grammar import Grammars
