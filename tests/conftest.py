@@ -3,6 +3,7 @@ so that what a test draws does not depend on those before it."""
 
 from __future__ import annotations
 
+import logging
 import os
 
 import pytest
@@ -36,3 +37,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_runtest_setup() -> None:
     torch.manual_seed(0)
+    for name in ("lmstate", "uvicorn.error"):  # levels that a command set in the process
+        logging.getLogger(name).setLevel(logging.NOTSET)

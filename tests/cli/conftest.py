@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from typer.testing import CliRunner
@@ -36,16 +35,6 @@ def names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names that a patched `lmstate.load` gives models for: the program refuses others before it calls it."""
     for name in ("m", "tiny", "small", "missing", "no-model"):
         monkeypatch.setitem(ALIASES, name, ALIASES["smollm2"])
-
-
-@pytest.fixture(autouse=True)
-def log_levels() -> Iterator[None]:
-    """A command sets the levels of its process's log, which the tests after it share."""
-    loggers = [logging.getLogger(name) for name in ("lmstate", "uvicorn.error")]
-    before = [logger.level for logger in loggers]
-    yield
-    for logger, level in zip(loggers, before):
-        logger.setLevel(level)
 
 
 @pytest.fixture
