@@ -160,10 +160,18 @@ class MixtureOfExperts:
         token = order // chosen.shape[1]
         weight = weights.flatten()[order, None]
         routed = x[token] * weight if self.scale_input else x[token]
-        counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
-        parts = routed.split(counts)
-        done = torch.cat([expert(part) for expert, part in zip(self.experts, parts) if len(part)] or [routed])
+        counts = chosen.flatten().bincount(minlength=self.count).tolist()
+        done = torch.cat(self.outputs(routed.split(counts)) or [routed])
         return torch.zeros_like(x).index_add(0, token, done if self.scale_input else done * weight)
+
+    @property
+    def count(self) -> int:
+        """Number of experts."""
+        return len(self.experts)
+
+    def outputs(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Outputs of the experts, each of its part of the routes; those without any are left out."""
+        return [expert(part) for expert, part in zip(self.experts, parts) if len(part)]
 
     def _of_all(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """`routed` for a traced graph, whose shapes cannot follow the router: every expert sees every token."""

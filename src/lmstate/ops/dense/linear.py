@@ -19,6 +19,7 @@ from lmstate.ops.types.params import Norm, Residual
 from lmstate.ops.types.weight import Weight
 from lmstate.ops.weights.grouped import GROUP
 from lmstate.ops.weights.lora import LoraWeight
+from lmstate.ops.weights.split import SplitWeight
 
 
 def linear(
@@ -44,7 +45,7 @@ def linear(
     stream = None if residual is None else residual.stream
     if out is not None:
         library = dispatch.native(x, weight.storage, stream)
-        simple = not isinstance(weight, LoraWeight) and gate is None and residual is None
+        simple = not isinstance(weight, LoraWeight | SplitWeight) and gate is None and residual is None
         if library is None or x.dtype != torch.float32 or not simple:
             return out.copy_(linear(x, weight, bias, norm=norm, gate=gate, residual=residual))
         if norm is not None and not norm.simple:
@@ -53,6 +54,10 @@ def linear(
     if isinstance(weight, LoraWeight):
         y = weight.product(linear, _entered(x, norm, gate), bias)
         return y if residual is None else add_residual(residual, y)
+    if isinstance(weight, SplitWeight):
+        if residual is not None and residual.norm is not None:
+            return add_residual(residual, linear(x, weight, bias, norm=norm, gate=gate))
+        return weight.product(linear, _entered, x, bias, norm, gate, residual)
     library = dispatch.native(x, weight.storage, stream)
     if library is not None and x.dtype == torch.float32:
         if residual is not None and not residual.simple:

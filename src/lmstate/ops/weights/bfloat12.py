@@ -104,21 +104,37 @@ def to_bfloat12(weight: Weight) -> Weight:
 
     Anything else comes back as it is: K that is no multiple of 64, or a matrix with many numbers of rare magnitude.
     """
+    table = common_bytes(weight)
+    return weight if table is None else packed(weight, table)
+
+
+def common_bytes(weight: Weight) -> Tensor | None:
+    """The 15 most common upper bytes of a bfloat16 matrix beside 0, uint8; None where it is not to be packed."""
     library = dispatch.native(weight.storage)
     n, k = weight.shape
     if library is None or weight.kind != "bfloat16" or k % SPAN or not n * k:
-        return weight
+        return None
     seen = library.dense.high_bytes(weight.storage)
     total, seen[0] = n * k - int(seen[0]), 0  # 0 is always in the table, and numbers below 2**-126 with it
     often = seen.topk(TABLE - 1)
-    rare = total - int(often.values.sum())
-    if rare > MOST_RARE * n * k:
-        return weight
+    return None if total - int(often.values.sum()) > MOST_RARE * n * k else often.indices.to(torch.uint8)
+
+
+def packed(weight: Weight, table: Tensor) -> Weight:
+    """A bfloat16 matrix in 12 bits with a table of common bytes: its own, or those of a matrix that it is a part of.
+
+    The table decides which numbers are rare, and so in which order a product is summed.
+    """
+    library = dispatch.native(weight.storage)
+    assert library is not None, "only native bodies read it"
+    n, k = weight.shape
+    seen = library.dense.high_bytes(weight.storage)
+    rare = n * k - sum(int(seen[byte]) for byte in {0, *table.tolist()})
     spans, least = _sizes(n, k)
-    packed = zeroed(least + rare * RARE_BYTES)
-    packed[spans + 1 : spans + TABLE] = often.indices.to(torch.uint8)
-    library.dense.to_bfloat12(weight.storage, packed)
-    return Bfloat12Weight(packed, n, k)
+    memory = zeroed(least + rare * RARE_BYTES)
+    memory[spans + 1 : spans + TABLE] = table
+    library.dense.to_bfloat12(weight.storage, memory)
+    return Bfloat12Weight(memory, n, k)
 
 
 def _sizes(n: int, k: int) -> tuple[int, int]:
