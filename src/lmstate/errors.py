@@ -27,3 +27,7 @@ class UnsupportedError(StateError):
 
 class ModelError(ValueError):
     """A checkpoint or config that lmstate cannot run: damaged, incomplete, or of an unsupported family."""
+
+
+class RanksError(RuntimeError):
+    """A process of a model over several processes ended, failed, or did not answer in time. The model is lost."""

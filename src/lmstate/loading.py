@@ -29,6 +29,8 @@ def load(
     heads: bool | str | os.PathLike[str] = False,
     activations: Literal["auto", 8, 16] = "auto",
     context_size: int | None = None,
+    parallel: int = 1,
+    parallel_timeout: float = 60.0,
 ) -> Model:
     """Load a model by alias ("smollm2"), directory, `.gguf` file or Hub id ("organization/name@revision").
 
@@ -50,6 +52,10 @@ def load(
     prompts are faster and perplexity is some tenths of a percent higher; heads keep 16.
     context_size: the most tokens that texts will have. More than the model was made for stretches its positions by YaRN
     (Peng et al. 2023), which costs short texts some quality; less is a limit for the server and the command line.
+    parallel: the number of processes that share the weights and the state, on the CPU; each computes a part of every
+    product, and the results are the same to the bit. The others are started here, and end with the model. See
+    docs/devices.md. parallel_timeout: the seconds after which a process that does not answer ends the model with a
+    `RanksError`.
     Raises `ModelError` (a `ValueError`) for a checkpoint that is damaged or not supported, `OSError` for files that are
     missing or cannot be fetched.
     """
@@ -68,6 +74,13 @@ def load(
         raise ModelError(
             f"load(device={device!r}) was asked for with training or an adapter, which take one device: name one"
         )
+    if whole_number(parallel, "parallel") < 1:
+        raise ValueError(f"parallel={parallel} was asked for; give 1 process or more")
+    if parallel > 1 and (adapted or heads or placement.spreads or placement.devices[0].type != "cpu"):
+        raise ModelError(
+            f"parallel={parallel} was asked for with training, adapters, heads or a device: a model over several "
+            "processes has none of these, and is on the CPU"
+        )
     opened, tokenizer, defaults = open_checkpoint(
         name, weights, dtype, placement, heads=own, activations=activations, context_size=context_size
     )
@@ -75,6 +88,11 @@ def load(
         from lmstate.training import open_model
 
         model = open_model(opened, trainable, lora, adapter, merge)
+    elif parallel > 1:
+        from lmstate.distributed.open import open_parallel
+        from lmstate.distributed.ranks import start
+
+        model = open_parallel(opened, start(parallel, parallel_timeout))
     else:
         model = build(opened)
     if not isinstance(heads, bool):

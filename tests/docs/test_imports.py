@@ -19,7 +19,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"speculation"},
         {"generation"},
         {"models", "kv"},
-        {"training", "engine", "integrations"},
+        {"training", "engine", "integrations", "distributed"},
         {"loading", "serve"},
         {"cluster"},
         {"cli"},

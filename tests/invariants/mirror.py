@@ -151,7 +151,7 @@ def bytes_held(state: lmstate.State) -> int:
         elif isinstance(thing, list | tuple):
             for part in thing:
                 walk(part)
-        elif type(thing).__module__.startswith(("lmstate.state", "lmstate.ops")):
+        elif type(thing).__module__.startswith(("lmstate.state", "lmstate.ops", "lmstate.distributed.mirror")):
             walk(vars(thing))
 
     walk(state)

@@ -94,6 +94,7 @@ class WeightLoader:
             stays_float32 = kind == "float32" or (kind == "auto" and self.float_kind == "float32" and not quantized)
             dtype = torch.float32 if stays_float32 else torch.bfloat16
         self.dtype = dtype
+        self.splits = False  # whether each process keeps parts of the matrices: whole ones stay where they lie
         self._packed = (
             ConversionCache(cache / source.key() / f"{kind}-{self.float_kind}.safetensors", source.path)
             if cache
@@ -319,7 +320,7 @@ class WeightLoader:
     def _for_decoding(self, weight: Weight) -> Weight:
         if self.device.type != "cpu":
             return weight.to(self.device)
-        if weight.nbytes > self._spare:
+        if self.splits or weight.nbytes > self._spare:
             return weight  # where it lies, in a mapped file say
         packed = to_bfloat12(weight.in_large_pages())
         self._spare -= packed.nbytes if packed is not weight else 0

@@ -77,6 +77,7 @@ def generate(
     ctx_size: options.ContextSize = None,
     threads: options.Threads = None,
     device: options.Device = None,
+    parallel: options.Parallel = 1,
     draft: options.Draft = "auto",
     adapter: options.Adapter = None,
     kv_bits: options.KVBits = None,
@@ -147,7 +148,7 @@ def generate(
         SamplingParams(**limits)  # before a model is loaded for nothing
     sampling = options.SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     kv = options.kv_storage(kv_bits)
-    loaded = options.load_model(model, weights, threads, adapter, draft, device, activations, ctx_size)
+    loaded = options.load_model(model, weights, threads, adapter, draft, device, activations, ctx_size, parallel)
     empty = loaded.new_state(rows=1, kv=kv)
     if source is not None:
         _, (ids,), _ = with_source(loaded, as_text(source, "--source"), text or None, empty)

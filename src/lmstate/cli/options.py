@@ -125,6 +125,9 @@ Device = Annotated[
         "bytes, cuda:0=20,cpu=12 as given; auto fills the GPUs first.",
     ),
 ]  # fmt: skip
+Parallel = Annotated[
+    int, typer.Option("--parallel", metavar="N", min=1, help="Share weights and state over N processes of the CPU.")
+]
 Draft = Annotated[
     str,
     typer.Option(
@@ -145,6 +148,7 @@ def load_model(
     device: str | None = None,
     activations: ActivationBits = ActivationBits.auto,
     context_size: int | None = None,
+    parallel: int = 1,
 ) -> Model:
     """The model by its name; what takes long (download, conversion, a long prompt) reports its own progress."""
     import lmstate
@@ -154,7 +158,7 @@ def load_model(
     set_threads(threads)
     model = lmstate.load(
         name, weights=weights.value, adapter=adapter, device=device, heads=draft == "heads" or published_head(draft),
-        activations=activations.bits, context_size=context_size,
+        activations=activations.bits, context_size=context_size, parallel=parallel,
     )  # fmt: skip
     model.on_part = PromptProgress()
     return model

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -97,6 +97,9 @@ class Model:
     _derived: FromBlocks | None = field(default=None, init=False, repr=False)
     _pictures: PictureReader | None = field(default=None, init=False, repr=False)
     _replay: Replay | None = field(default=None, init=False, repr=False)
+
+    state_type: ClassVar[type[State]] = State
+    """Class of its states."""
 
     def __repr__(self) -> str:
         parts, heads = self.parts, len(self.heads)
@@ -245,7 +248,7 @@ class Model:
         count = len(self.blocks)
         policies = [layout.kv] * count if kv is None else policies_of(kv, count)
         layouts = [replace(layout, kv=policy) for policy in policies]
-        return State(
+        return self.state_type(
             new_layers(self.blocks, layouts),
             layout,
             vocab_size=self.config.vocab_size,
@@ -264,6 +267,8 @@ class Model:
         """
         if not isinstance(state, State):
             raise StateError(f"{state!r:.80} is no state of lmstate; make one with new_state")
+        if type(state) is not self.state_type:
+            raise StateError("the state is of this model over another number of processes: move its rows by snapshots")
         if state.user() is self:
             return
         if different := differences(state.fingerprint, self.fingerprint):

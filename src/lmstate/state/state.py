@@ -257,6 +257,12 @@ class State:
         partly = None if all(rewindable) else tuple(rewindable)
         return self._reserve([list(row) for row in ids], speculative, self._rope_lengths(counts), partly)
 
+    @property
+    def planned(self) -> Pending:
+        """The step that was planned, for what runs it."""
+        assert self._pending is not None, "nothing was planned"
+        return self._pending
+
     def record_logits(self, logits: Tensor | None, kept: Sequence[int] | None = None) -> None:
         """The planned step's forward is done; its logits are `[R, T, V]`, `[R, V]` of the last tokens, or `[R, K, V]`
         of the last `kept[r]` of each row."""

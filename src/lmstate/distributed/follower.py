@@ -1,0 +1,164 @@
+"""A rank behind rank 0: a process that does what it is told until its channel closes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from lmstate.distributed.channel import RankChannel
+from lmstate.distributed.group import GlooGroup
+from lmstate.distributed.mirror import gathered, received
+from lmstate.distributed.open import open_part
+from lmstate.distributed.ranks import Collectives
+from lmstate.distributed.split import HeadWidths
+from lmstate.models.model import Model
+from lmstate.state import Layout, State
+from lmstate.state.blocks import BlockPool
+from lmstate.state.inference_mode import ordinary_tensors
+from lmstate.state.step import integers
+from lmstate.state.tree import PendingTree, TreePath
+
+
+class Follower:
+    """The model of one rank and its states, by the numbers that rank 0 gave them."""
+
+    def __init__(self, group: Collectives, model: Model, widths: HeadWidths) -> None:
+        self.group, self.model, self.widths = group, model, widths
+        self.states: dict[int, State] = {}
+        self.verbs: dict[str, Callable[..., None]] = {
+            "new": self.new,
+            "free": self.free,
+            "copy": self.copy,
+            "call": self.call,
+            "tree": self.tree,
+            "run": self.run,
+            "head": self.head,
+            "snapshot": self.snapshot,
+            "restore": self.restore,
+            "add": self.add,
+        }
+
+    def follow(self, channel: RankChannel) -> None:
+        """Do what is told until the channel closes."""
+        with torch.no_grad():
+            while (message := channel.receive()) is not None:
+                verb, *arguments = message
+                self.verbs[verb](*arguments)
+
+    def new(self, number: int, rows: int, dtype: str, capacity: int | None, rewind: int, chunk: int) -> None:
+        layout = Layout(
+            rows, self.model.device, getattr(torch, dtype), capacity, rewind, chunk,
+            max_positions=self.model.max_positions, pool=BlockPool(),
+        )  # fmt: skip
+        self.states[number] = self.model._new_state(layout)
+
+    def free(self, number: int) -> None:
+        del self.states[number]
+
+    def copy(self, number: int, twin: int) -> None:
+        self.states[twin] = copy.deepcopy(self.states[number])
+
+    def call(self, number: int, verb: str, arguments: list[Any]) -> None:
+        state = self.states[number]
+        match verb:
+            case "backlog":
+                state.backlog(arguments[0], logits=arguments[1])
+            case "plan":
+                state.plan(arguments[0], speculative=arguments[1], rewindable=arguments[2])
+            case "record_logits":
+                state.record_logits(*_unknown(state, *arguments))
+            case "commit_backlog":
+                state.commit_backlog(torch.zeros(state.rows, 0) if arguments[0] else None)
+            case "plan_backlog" | "commit" | "commit_path" | "discard" | "queue" | "expect" | "rewind" | "mark":
+                getattr(state, verb)(*arguments)
+            case "select" | "remove" | "drop":
+                getattr(state, verb)(*arguments)
+            case _:
+                raise ValueError(f"unknown call {verb!r}")
+
+    def tree(
+        self, number: int, grown: int, counts: list[int], parents: list[list[int]], branches: list[list[Any]]
+    ) -> None:
+        paths = tuple(TreePath(row, tuple(nodes)) for row, nodes in branches)
+        tree = PendingTree(tuple(counts), tuple(map(tuple, parents)), paths, self.states[grown])
+        self.states[number].record_tree(tree)
+
+    @ordinary_tensors
+    def run(self, number: int, offset: int, keep: list[int] | None) -> None:
+        """Run the part of the planned step that begins at an offset."""
+        state = self.states[number]
+        part = next(part for at, part in state.planned.step.chunks() if at == offset)
+        rows = [row[offset : offset + part.width] for row in state.planned.ids]
+        tokens = integers([row + [0] * (part.width - len(row)) for row in rows])
+        self.model._run(tokens, part, state, keep)
+
+    @ordinary_tensors
+    def head(self, shape: list[int]) -> None:
+        hidden = torch.empty(shape)
+        self.group.broadcast(hidden)
+        self.model._head(hidden)
+
+    def snapshot(self, number: int, row: int) -> None:
+        gathered(self.group, self.states[number].snapshot(row).layers, self.widths)
+
+    def restore(self, number: int, row: int, header: list[Any]) -> None:
+        self.states[number].restore(row, self._received(header))
+
+    def add(self, number: int, row: int, header: list[Any] | None) -> None:
+        found = self.states[number].add(None if header is None else self._received(header))
+        assert found == row, f"row {found} was added where rank 0 added {row}"
+
+    def _received(self, header: list[Any]) -> Any:
+        return received(self.group, header, self.widths, self.model.config.vocab_size, self.model.fingerprint)
+
+
+def _unknown(state: State, dimensions: int | None, kept: list[int] | None) -> tuple[Tensor | None, list[int] | None]:
+    """Logits without numbers, of a shape that tells which tokens have some: rank 0 alone computes them."""
+    if dimensions is None:
+        return None, kept
+    step = state.planned.step
+    width = step.width if kept is None else max(kept)
+    return torch.zeros(step.rows, *[width] * (dimensions - 2), 0), kept
+
+
+def loaded(channel: RankChannel, group: Collectives) -> Follower | None:
+    """The follower with the part of the model that rank 0 names; None where it goes away instead."""
+    if (message := channel.receive()) is None:
+        return None
+    model, widths = open_part(group, *message[1:])
+    channel.send("ready", model.fingerprint)
+    return Follower(group, model, widths)
+
+
+def main(descriptor: int) -> NoReturn:
+    """Meet the others, load, and follow. An error is told to it on the way out."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; rank 0 decides
+    channel = RankChannel(socket.socket(fileno=descriptor))
+    try:
+        channel.send("here")
+        if (message := channel.receive()) is not None:
+            _, folder, rank, ranks, timeout, threads = message
+            torch.set_num_threads(threads)
+            group = GlooGroup(folder, rank, ranks, timeout)
+            channel.send("met")
+            follower = loaded(channel, group)
+            if follower is not None:
+                follower.follow(channel)
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            channel.send("failed", f"{type(error).__name__}: {error}")
+        os._exit(1)
+    os._exit(0)  # nothing here is to be put away
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,134 @@
+"""The model of rank 0: it tells the others to run what it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn
+
+import torch
+from torch import Tensor
+
+from lmstate.distributed.mirror import Link, MirroredState
+from lmstate.distributed.ranks import Ranks
+from lmstate.distributed.split import HeadWidths
+from lmstate.errors import StateError, UnsupportedError
+from lmstate.models.forward import Keep
+from lmstate.models.model import Model
+from lmstate.models.tokens import Tokens
+from lmstate.models.trace import OnSublayer
+from lmstate.state import Layout, State, Step
+from lmstate.state.blocks import BlockPool
+from lmstate.state.kv.policies.per_layer import Policies
+
+if TYPE_CHECKING:
+    from lmstate.vision.reader import PictureReader
+
+ELSEWHERE = "load it without parallel"
+
+
+@dataclass(eq=False, repr=False)
+class ParallelModel(Model):
+    """A model whose weights and states lie on several ranks. Made by `lmstate.load(parallel=...)`."""
+
+    state_type: ClassVar[type[State]] = MirroredState
+
+    ranks: Ranks | None = None
+    head_widths: HeadWidths = ()
+
+    def __repr__(self) -> str:
+        layers, split = len(self.head_widths), sum(map(bool, self.head_widths))
+        told = f"the part of 1 of {self._group.count} processes; {split} of {layers} layers split their state by heads"
+        return f"{super().__repr__()[:-1]}\n  {told})"
+
+    @property
+    def _group(self) -> Ranks:
+        assert self.ranks is not None
+        return self.ranks
+
+    def close(self) -> None:
+        """End the other processes. The model and its states are of no use afterwards."""
+        with self._group.lock:
+            self._group.failure = self._group.failure or "the model over several processes was closed; load it again"
+            self._group.close()
+
+    def new_state(
+        self,
+        rows: int = 1,
+        capacity: int | None = None,
+        rewind: int = 16,
+        kv: torch.dtype | Policies | None = None,
+        static: bool = False,
+        pool: BlockPool | None = None,
+    ) -> State:
+        if pool is not None:
+            raise UnsupportedError(
+                "a model over several processes was given to an engine, which counts the blocks of one process: "
+                f"{ELSEWHERE}, or use generate, stream and chat of the model itself"
+            )
+        if static:
+            raise UnsupportedError(f"a model over several processes has no static states: {ELSEWHERE}")
+        if kv is not None and not isinstance(kv, torch.dtype):
+            raise UnsupportedError(f"kv={kv} was asked for; over several processes kv is a dtype: {ELSEWHERE}")
+        return super().new_state(rows, capacity, rewind, kv)
+
+    def _new_state(self, layout: Layout, kv: Policies | None = None) -> State:
+        ranks = self._group
+        with ranks.turn():
+            state = super()._new_state(layout, kv)
+            assert isinstance(state, MirroredState)
+            state.link = Link(ranks, self.head_widths, next(ranks.ids))
+            dtype = str(layout.dtype).removeprefix("torch.")
+            ranks.tell(
+                "new", state.link.number, layout.rows, dtype, layout.capacity, layout.rewind, layout.chunk
+            )  # fmt: skip
+        return state
+
+    def _refuse_other(self, state: State) -> None:
+        super()._refuse_other(state)
+        assert isinstance(state, MirroredState)
+        if state.link.ranks is not self.ranks:
+            raise StateError("the state is of a model over other processes: move its rows by snapshots")
+
+    def _run(self, tokens: Tensor, step: Step, state: State, keep: Keep) -> Tensor:
+        assert isinstance(state, MirroredState)
+        ranks = self._group
+        with ranks.turn():
+            offset = max(part - whole for part, whole in zip(step.starts, state.planned.step.starts))
+            ranks.tell("run", state.link.number, offset, keep)
+            with ranks.together():
+                return super()._run(tokens, step, state, keep)
+
+    def _head(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        ranks = self._group
+        with ranks.turn():
+            hidden = hidden.contiguous()
+            ranks.tell("head", list(hidden.shape))
+            with ranks.together():
+                ranks.group.broadcast(hidden)
+                return super()._head(hidden, out)
+
+    # ---- what is not built
+
+    def hidden(
+        self,
+        tokens: Tokens,
+        state: State | None = None,
+        *,
+        commit: bool = True,
+        start: int = 0,
+        inputs: Tensor | None = None,
+    ) -> Tensor:
+        if inputs is not None:
+            raise UnsupportedError(f"a model over several processes takes no inputs of its blocks: {ELSEWHERE}")
+        return super().hidden(tokens, state, commit=commit, start=start)
+
+    def trace(self, tokens: Tokens, state: State | None = None, *, on: OnSublayer, commit: bool = True) -> NoReturn:
+        raise UnsupportedError(f"a model over several processes is not traced: {ELSEWHERE}")
+
+    def decode_step(
+        self, tokens: Tensor, state: State, counts: Tensor | None = None, logits: Literal["last", "all"] = "last"
+    ) -> NoReturn:
+        raise UnsupportedError(f"a model over several processes has no static states: {ELSEWHERE}")
+
+    def pictures(self) -> PictureReader:
+        raise UnsupportedError(f"a model over several processes reads no pictures: {ELSEWHERE}")

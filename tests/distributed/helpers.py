@@ -1,0 +1,113 @@
+"""Models over several ranks, as threads of one process or as processes."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import lmstate
+from lmstate.checkpoints.loader import WeightLoader
+from lmstate.checkpoints.open import open_source
+from lmstate.distributed.channel import RankChannel
+from lmstate.distributed.follower import Follower, loaded
+from lmstate.distributed.model import ParallelModel
+from lmstate.distributed.open import open_parallel
+from lmstate.distributed.ranks import Ranks
+from lmstate.models.families import build
+from tests.zoo import pair
+
+WAIT = 30.0
+
+
+class Meeting:
+    """Where threads that stand for ranks meet."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier = threading.Barrier(ranks, timeout=WAIT)
+        self.brought: list[Tensor] = [torch.empty(0)] * ranks
+        self.gathers = 0
+        self.followers: list[Follower] = []
+
+
+class ThreadGroup:
+    """A group of ranks that are threads of one process."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting, self.rank, self.ranks = meeting, rank, meeting.barrier.parties
+
+    def gather(self, own: Tensor, widths: Sequence[int], dim: int = -1) -> Tensor:
+        assert own.shape[dim] == widths[self.rank]
+        self.meeting.gathers += self.rank == 0
+        return torch.cat(self._each(own), dim)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        first = self._each(tensor)[0]
+        if self.rank:
+            tensor.copy_(first)
+
+    def _each(self, own: Tensor) -> list[Tensor]:
+        self.meeting.brought[self.rank] = own.clone()
+        self.meeting.barrier.wait()
+        each = list(self.meeting.brought)
+        self.meeting.barrier.wait()
+        return each
+
+
+def saved(case: str, folder: Path) -> Path:
+    """The folder with the checkpoint of a case."""
+    theirs, _ = pair(case)
+    theirs.save_pretrained(folder)
+    return folder
+
+
+def one_process(folder: Path, kind: str) -> lmstate.Model:
+    return build(WeightLoader(open_source(folder), kind))
+
+
+@contextmanager
+def over_threads(folder: Path, kind: str, ranks: int) -> Iterator[tuple[ParallelModel, Meeting]]:
+    """The model of a folder over ranks that are threads."""
+    meeting = Meeting(ranks)
+    channels, threads = [], []
+    for rank in range(1, ranks):
+        ours, theirs = socket.socketpair()
+        channels.append(RankChannel(ours))
+        thread = threading.Thread(target=_followed, args=(RankChannel(theirs), ThreadGroup(meeting, rank)), daemon=True)
+        thread.start()
+        threads.append(thread)
+
+    def close() -> None:
+        for channel in channels:
+            channel.close()
+
+    held = Ranks(ThreadGroup(meeting, 0), channels, close)
+    try:
+        yield open_parallel(WeightLoader(open_source(folder), kind), held), meeting
+    finally:
+        held.close()
+        for thread in threads:
+            thread.join(WAIT)
+        assert not any(thread.is_alive() for thread in threads)
+
+
+def _followed(channel: RankChannel, group: ThreadGroup) -> None:
+    try:
+        if (follower := loaded(channel, group)) is not None:
+            group.meeting.followers.append(follower)
+            follower.follow(channel)
+    except Exception as error:
+        group.meeting.barrier.abort()
+        channel.send("failed", repr(error))
+    finally:
+        channel.close()
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    """Whether all bits are the same, NaN included."""
+    return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(found, expected, strict=True))

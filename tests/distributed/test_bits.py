@@ -1,0 +1,53 @@
+"""A model over several ranks gives the bits of one process. Most ranks here are threads, which start at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.helpers import one_process, over_threads, same, saved
+from tests.state.test_other_device import story
+from tests.sweeps import sampled
+from tests.zoo import CASES
+
+KINDS = (
+    "llama", "qwen3", "gemma2", "gpt_oss", "qwen3_moe", "qwen3_next", "mamba2", "deepseek_v3", "gemma3n",
+    "zamba2", "rwkv", "jamba", "recurrent_gemma",
+)  # fmt: skip
+"""Cases with attention of every kind, experts, recurrences, and layers that share or read something of others."""
+
+
+@pytest.mark.parametrize("case", sampled(list(CASES), KINDS))
+def test_every_family_gives_the_bits_of_one_process(case: str, tmp_path: Path) -> None:
+    folder = saved(case, tmp_path)
+    with over_threads(folder, "float32", 2) as (model, _):
+        one = one_process(folder, "float32")
+        assert model.fingerprint == one.fingerprint
+        assert same(story(model, tmp_path), story(one, tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("case", ["llama", "qwen3_moe", "qwen3_next"])
+def test_every_storage_gives_the_bits_of_one_process(case: str, kind: str, tmp_path: Path) -> None:
+    folder = saved(case, tmp_path)
+    with over_threads(folder, kind, 2) as (model, _):
+        assert same(story(model, tmp_path), story(one_process(folder, kind), tmp_path))
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma3n", "qwen3_moe"])
+def test_three_ranks_give_the_bits_of_one_process(case: str, tmp_path: Path) -> None:
+    """With fewer kv heads than ranks, whose layers every rank then computes whole."""
+    folder = saved(case, tmp_path)
+    with over_threads(folder, "float32", 3) as (model, _):
+        assert same(story(model, tmp_path), story(one_process(folder, "float32"), tmp_path))
+
+
+def test_a_block_of_attention_gathers_four_times(tmp_path: Path) -> None:
+    """Heads, their projection, the columns between gate and down, and the output."""
+    with over_threads(saved("llama", tmp_path), "float32", 2) as (model, meeting):
+        state = model.new_state()
+        model([[1, 2, 3]], state)
+        before = meeting.gathers
+        model([[4]], state)
+        assert meeting.gathers - before == 4 * len(model.blocks) + 2  # the embedding, the logits

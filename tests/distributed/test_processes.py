@@ -1,0 +1,128 @@
+"""A model over processes: the bits of one, and what happens when one of them dies or hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import lmstate
+from lmstate.distributed.model import ParallelModel
+from lmstate.errors import ModelError, RanksError
+from tests.distributed.helpers import same, saved
+from tests.state.test_other_device import IDS, story
+
+TIMEOUT = 4.0
+"""Seconds that the ranks wait for each other here."""
+LONG = 25.0  # within which the ranks are gone, on a busy machine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved("llama", tmp_path_factory.mktemp("model"))
+
+
+def opened(folder: Path, ranks: int = 2, kind: str = "float32", timeout: float = TIMEOUT) -> ParallelModel:
+    model = lmstate.load(folder, weights=kind, parallel=ranks, parallel_timeout=timeout)
+    assert isinstance(model, ParallelModel)
+    return model
+
+
+def followers(of: int | None = None) -> list[int]:
+    """Ids of the processes that follow this one, or another."""
+    parent, found = of or os.getpid(), []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            line, fields = (entry / "cmdline").read_bytes(), (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if b"lmstate.distributed.follower" in line and fields[0] != "Z" and (int(fields[1]) == parent):
+            found.append(int(entry.name))
+    return found
+
+
+def gone(processes: list[int]) -> bool:
+    """Whether all of these processes end in time."""
+    end = time.monotonic() + LONG
+    while time.monotonic() < end:
+        if not any(Path(f"/proc/{process}").exists() and not _is_zombie(process) for process in processes):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _is_zombie(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_two_processes_give_the_bits_of_one(folder: Path, tmp_path: Path) -> None:
+    two = opened(folder, kind="int8", timeout=60)
+    assert "1 of 2 processes; 3 of 3 layers" in repr(two)
+    assert same(story(two, tmp_path), story(lmstate.load(folder, weights="int8"), tmp_path))
+    (other,) = followers()
+    two.close()
+    assert gone([other])
+    with pytest.raises(RanksError, match="closed"):
+        two([IDS])
+
+
+@pytest.mark.soak
+def test_three_processes_and_two_kv_heads(folder: Path, tmp_path: Path) -> None:
+    three = opened(folder, 3, timeout=60)
+    assert "0 of 3 layers" in repr(three)
+    assert same(story(three, tmp_path), story(lmstate.load(folder, weights="float32"), tmp_path))
+    three.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_dies_or_hangs_ends_the_model(folder: Path, how: signal.Signals) -> None:
+    model = opened(folder)
+    state = model.new_state()
+    model([IDS[:5]], state)
+    (other,) = followers()
+    os.kill(other, how)
+    start = time.monotonic()
+    with pytest.raises(RanksError, match="over 2 processes was lost"):
+        model([IDS[5:9]], state)
+    assert time.monotonic() - start < LONG
+    assert gone([other])
+    for later in (lambda: model([IDS]), lambda: state.rewind(0, 1), lambda: model.new_state()):
+        with pytest.raises(RanksError, match="load it again"):
+            later()
+
+
+def test_the_others_end_with_rank_0(folder: Path) -> None:
+    code = (
+        "import lmstate, sys, time\n"
+        f"model = lmstate.load({str(folder)!r}, weights='float32', parallel=2)\n"
+        "print('ready', flush=True)\ntime.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None and first.stdout.readline() == "ready\n"
+        (other,) = followers(first.pid)
+        first.kill()
+    assert gone([other])
+
+
+def test_what_cannot_be_loaded_leaves_no_process(folder: Path) -> None:
+    for options in ({"device": ["cpu", "meta"]}, {"trainable": True}, {"heads": True}):
+        with pytest.raises((ModelError, ValueError)):
+            lmstate.load(folder, parallel=2, **options)
+    for wrong in (0, 1000):
+        with pytest.raises(ValueError, match=f"parallel={wrong}"):
+            lmstate.load(folder, parallel=wrong)
+    (folder / "damaged").mkdir()
+    (folder / "damaged" / "config.json").write_bytes((folder / "config.json").read_bytes())
+    with pytest.raises((ModelError, OSError)):
+        lmstate.load(folder / "damaged", parallel=2)
+    assert not followers()
