@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import lmstate
 from tests.distributed.helpers import one_process, over_threads, same, saved
 from tests.state.test_other_device import story
 from tests.sweeps import sampled
@@ -41,6 +42,14 @@ def test_three_ranks_give_the_bits_of_one_process(case: str, tmp_path: Path) -> 
     folder = saved(case, tmp_path)
     with over_threads(folder, "float32", 3) as (model, _):
         assert same(story(model, tmp_path), story(one_process(folder, "float32"), tmp_path))
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("case", ["llama", "mistral", "deepseek_v3"])
+def test_quantized_keys_and_values_are_the_same(case: str, bits: int, tmp_path: Path) -> None:
+    folder, kv = saved(case, tmp_path), lmstate.kv.Quantized(bits)
+    with over_threads(folder, "float32", 2) as (model, _):
+        assert same(story(model, tmp_path, kv=kv), story(one_process(folder, "float32"), tmp_path, kv=kv))
 
 
 def test_a_block_of_attention_gathers_four_times(tmp_path: Path) -> None:

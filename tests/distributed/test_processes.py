@@ -15,6 +15,7 @@ import lmstate
 from lmstate.distributed.model import ParallelModel
 from lmstate.errors import ModelError, RanksError
 from tests.distributed.helpers import same, saved
+from tests.real_model import smollm2
 from tests.state.test_other_device import IDS, story
 
 TIMEOUT = 4.0
@@ -74,6 +75,16 @@ def test_two_processes_give_the_bits_of_one(folder: Path, tmp_path: Path) -> Non
     assert gone([other])
     with pytest.raises(RanksError, match="closed"):
         two([IDS])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["bfloat16", "int4"])
+def test_a_real_model_gives_the_same_bits(kind: str, tmp_path: Path) -> None:
+    """With matrices that are packed, and 3 kv heads for 2 ranks."""
+    file = smollm2()
+    two = opened(file, kind=kind, timeout=60)
+    assert same(story(two, tmp_path), story(lmstate.load(file, weights=kind), tmp_path))
+    two.close()
 
 
 @pytest.mark.soak

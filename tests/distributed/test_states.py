@@ -117,7 +117,7 @@ def test_what_is_refused_changes_nothing(both: Both) -> None:
         lambda: one([IDS[:1]], state),
         lambda: two([IDS[:1]], one.new_state()),
         lambda: two.new_state(static=True),
-        lambda: two.new_state(kv=lmstate.kv.Quantized(8)),
+        lambda: two.new_state(kv=lmstate.kv.Recent(64)),
         lambda: two.trace([IDS[:1]], on=lambda *_: None),
         lambda: lmstate.Engine(two),
     ):

@@ -24,6 +24,7 @@ from lmstate.models.model import Model
 from lmstate.state import Layout, State
 from lmstate.state.blocks import BlockPool
 from lmstate.state.inference_mode import ordinary_tensors
+from lmstate.state.kv.policies.storage import Quantized
 from lmstate.state.step import integers
 from lmstate.state.tree import PendingTree, TreePath
 
@@ -54,12 +55,14 @@ class Follower:
                 verb, *arguments = message
                 self.verbs[verb](*arguments)
 
-    def new(self, number: int, rows: int, dtype: str, capacity: int | None, rewind: int, chunk: int) -> None:
+    def new(
+        self, number: int, rows: int, dtype: str, bits: int | None, capacity: int | None, rewind: int, chunk: int
+    ) -> None:
         layout = Layout(
             rows, self.model.device, getattr(torch, dtype), capacity, rewind, chunk,
             max_positions=self.model.max_positions, pool=BlockPool(),
         )  # fmt: skip
-        self.states[number] = self.model._new_state(layout)
+        self.states[number] = self.model._new_state(layout, None if bits is None else Quantized(bits))
 
     def free(self, number: int) -> None:
         del self.states[number]

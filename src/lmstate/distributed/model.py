@@ -19,6 +19,7 @@ from lmstate.models.trace import OnSublayer
 from lmstate.state import Layout, State, Step
 from lmstate.state.blocks import BlockPool
 from lmstate.state.kv.policies.per_layer import Policies
+from lmstate.state.kv.policies.storage import Quantized
 
 if TYPE_CHECKING:
     from lmstate.vision.reader import PictureReader
@@ -67,8 +68,10 @@ class ParallelModel(Model):
             )
         if static:
             raise UnsupportedError(f"a model over several processes has no static states: {ELSEWHERE}")
-        if kv is not None and not isinstance(kv, torch.dtype):
-            raise UnsupportedError(f"kv={kv} was asked for; over several processes kv is a dtype: {ELSEWHERE}")
+        if not isinstance(kv, torch.dtype | Quantized | None):
+            raise UnsupportedError(
+                f"kv={kv} was asked for; over several processes it is a dtype, or Quantized for all layers: {ELSEWHERE}"
+            )
         return super().new_state(rows, capacity, rewind, kv)
 
     def _new_state(self, layout: Layout, kv: Policies | None = None) -> State:
@@ -77,9 +80,9 @@ class ParallelModel(Model):
             state = super()._new_state(layout, kv)
             assert isinstance(state, MirroredState)
             state.link = Link(ranks, self.head_widths, next(ranks.ids))
-            dtype = str(layout.dtype).removeprefix("torch.")
+            dtype, bits = str(layout.dtype).removeprefix("torch."), kv.bits if isinstance(kv, Quantized) else None
             ranks.tell(
-                "new", state.link.number, layout.rows, dtype, layout.capacity, layout.rewind, layout.chunk
+                "new", state.link.number, layout.rows, dtype, bits, layout.capacity, layout.rewind, layout.chunk
             )  # fmt: skip
         return state
 
