@@ -96,7 +96,7 @@ def test_stop_tokens_end_an_answer_and_minimum_tokens_hold_them_off() -> None:
 def test_log_probabilities_of_a_prompt_are_those_of_the_plain_forward(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmstate.engine.scheduler.ECHO_CHUNK", 24)
+    monkeypatch.setattr("lmstate.engine.prefill.ECHO_CHUNK", 24)
     model = ours(case)
     ids = prompt(80, 5)  # longer than what the ropes of the last two keep their frequencies for
     expected = model([ids])[0].log_softmax(-1)

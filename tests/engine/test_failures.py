@@ -10,7 +10,7 @@ from torch import Tensor
 
 import lmstate
 from lmstate.engine import EngineClosed, Request
-from lmstate.engine.job import Job
+from lmstate.engine.admission import Admission
 from tests.engine.alone import alone
 from tests.engine.test_batching import paused, prompt
 from tests.zoo import ours
@@ -134,17 +134,17 @@ def test_a_prompt_of_low_priority_that_was_begun_is_read_though_others_keep_comi
         assert low.done
 
 
-def test_what_no_order_can_be_made_of_ends_those_that_wait_and_the_engine_goes_on(
+def test_a_failing_scheduler_ends_those_that_wait_and_the_engine_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = ours("llama")
 
-    def turn(job: Job) -> tuple[float, int]:
+    def admit(_: Admission) -> None:
         raise OverflowError("no such order")
 
     with lmstate.Engine(model) as engine:
         with monkeypatch.context() as patched:
-            patched.setattr(Job, "turn", turn)
+            patched.setattr(Admission, "admit", admit)
             with pytest.raises(OverflowError, match="no such order"):
                 engine.submit([1, 2], max_new_tokens=2).result(60)
         assert len(engine.submit([1, 2], max_new_tokens=2, ignore_eos=True).result(60).tokens[0]) == 2

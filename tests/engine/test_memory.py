@@ -9,6 +9,7 @@ import pytest
 
 import lmstate
 from lmstate.engine import Request
+from lmstate.engine.memory import MemoryBudget
 from lmstate.engine.scheduler import Scheduler
 from tests.engine.alone import alone
 from tests.engine.test_batching import KINDS, paused, prompt
@@ -24,9 +25,10 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def step(self: Scheduler) -> bool:
         done = whole(self)
-        prefixes = self._reuse.prefixes
-        seen.append(self.row_bytes() + prefixes.nbytes)
-        if seen[-1] > self._reuse.memory or prefixes.nbytes != prefixes.counted():
+        reuse = self._work.reuse
+        prefixes = reuse.prefixes
+        seen.append(self._work.row_bytes() + prefixes.nbytes)
+        if seen[-1] > reuse.memory or prefixes.nbytes != prefixes.counted():
             broken.append(seen[-1])
         return done
 
@@ -134,17 +136,17 @@ def test_cancelling_what_gave_way_ends_it_with_what_it_has(steps: list[int], mon
     model = ours("llama")
     asked: list[Request] = []
     gave_way: list[Request] = []
-    whole = Scheduler._bound
+    whole = MemoryBudget.bound
 
-    def bound(self: Scheduler) -> None:
+    def bound(self: MemoryBudget) -> None:
         """Cancel at the step at which an answer gave way: by the next one it may be back."""
         whole(self)
-        if self.preempted and not gave_way:
-            gave_way.extend(work.job.request for work in self.preempted)
+        if (preempted := self._work.preempted) and not gave_way:
+            gave_way.extend(aside.job.request for aside in preempted)
             for request in asked[1:]:
                 request.cancel()
 
-    monkeypatch.setattr(Scheduler, "_bound", bound)
+    monkeypatch.setattr(MemoryBudget, "bound", bound)
     with lmstate.Engine(model, rows=4, memory=120_000) as engine:
         go = paused(engine)
         asked += [engine.submit(prompt(40, n), max_new_tokens=120, ignore_eos=True, n=2) for n in range(3)]

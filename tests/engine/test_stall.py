@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 
 import lmstate
+from lmstate.engine.admission import Admission
 from lmstate.engine.pace import LATE, SURE, Pace
 from lmstate.engine.rows import RowPool
-from lmstate.engine.scheduler import Scheduler
 from lmstate.state.step import CHUNK
 from tests.engine.alone import alone
 from tests.engine.test_batching import paused, prompt
@@ -49,8 +49,8 @@ def test_a_prompt_of_16000_tokens_delays_no_token_of_seven_streams_beyond_the_bo
         lmstate.engine.Request, "push", lambda self, piece: (times[self].append(clock.now), push(self, piece))[1]
     )
     began: list[float] = []
-    start = Scheduler._start
-    monkeypatch.setattr(Scheduler, "_start", lambda self, job: (began.append(clock.now), start(self, job))[1])
+    start = Admission._start
+    monkeypatch.setattr(Admission, "_start", lambda self, job: (began.append(clock.now), start(self, job))[1])
     with lmstate.Engine(model, rows=8, stall=stall) as engine:
         go = paused(engine)
         for seed in range(7):  # of different lengths: chunks of all sizes are measured before, some at nobody's cost

@@ -332,7 +332,7 @@ def test_requests_that_wait_read_few_texts_at_a_time(tmp_path: Path) -> None:
         with lmstate.Engine(model, store=store) as engine:
             requests = [engine.submit([*text, 5], max_new_tokens=1) for text in texts]
             engine.call(lambda _: None).result(600)  # all are queued, and a step follows
-            jobs = engine.call(lambda _: list(engine._queue)).result(600)  # held: a slot is not free for want of them
+            jobs = engine.call(lambda _: engine._queue.jobs()).result(600)  # held: a slot is not free for want of them
             assert sum(job.fetch is not None for job in jobs) == reuse.MOST_FETCHES
             for request in requests[: reuse.MOST_FETCHES]:
                 request.cancel()

@@ -82,14 +82,12 @@ def standing_still(engine: Engine, tokens: int = 100) -> Iterator[None]:
 
     Else a long answer may be over before a test on a crowded machine has come to leave or to stop it.
     """
-    scheduler = engine._scheduler
-    decode, most, over = scheduler._compute, scheduler.counts["generated_tokens"] + tokens, Event()
+    scheduler, work = engine._scheduler, engine._work
+    decode, most, over = scheduler._compute, work.counts["generated_tokens"] + tokens, Event()
 
     def held() -> None:
-        if scheduler.counts["generated_tokens"] >= most:
-            wait_until(
-                lambda: over.is_set() or not (jobs := scheduler.all()) or any(job.request.cancelled for job in jobs)
-            )
+        if work.counts["generated_tokens"] >= most:
+            wait_until(lambda: over.is_set() or not (jobs := work.all()) or any(job.request.cancelled for job in jobs))
         decode()
 
     scheduler._compute = held  # type: ignore[method-assign]

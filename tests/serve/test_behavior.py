@@ -283,7 +283,7 @@ def test_a_text_is_embedded_in_parts_between_which_streams_go_on(
     parts, hidden = [], tiny_model.hidden
     body = {"input": "y" * 400, "encoding_format": "float"}
     with Engine(tiny_model, rows=2, draft=None) as engine, running(engine, BASE) as server, server.client() as client:
-        counts, decode = engine._scheduler.counts, engine._scheduler._compute
+        counts, decode = engine._work.counts, engine._scheduler._compute
 
         def paced() -> None:  # else the stream may be over before the text comes
             if counts["generated_tokens"] < 100 + 100 * len(parts):
@@ -614,7 +614,7 @@ def test_what_counts_from_the_start_is_a_counter(tiny_model: lmstate.Model, tmp_
     with Engine(tiny_model, rows=2, store=tmp_path) as engine:
         tier = engine._tier
         assert tier is not None
-        counts = {**engine._scheduler.counts, **engine._drafting.counts}
+        counts = {**engine._work.counts, **engine._drafting.counts}
         counts |= {f"prefixes_{name}": 0 for name in engine._reuse.prefixes.counts}
         counts |= {f"{tier.name}_{name}": 0 for name in tier.counts} | {"session_failures": 0}
         del counts["draft_seconds_saved"]  # which drafts that do not hold take back

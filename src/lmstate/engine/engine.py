@@ -23,7 +23,7 @@ import torch
 from lmstate.engine.conversations import Conversations
 from lmstate.engine.delivery import Delivery
 from lmstate.engine.drafting import Drafting
-from lmstate.engine.job import Job, Terms
+from lmstate.engine.job import Job, Reader, Terms
 from lmstate.engine.memory import RowCost
 from lmstate.engine.options import (
     answered_ids,
@@ -38,13 +38,16 @@ from lmstate.engine.queue import Queue
 from lmstate.engine.request import Request
 from lmstate.engine.results import Completion, EngineClosed, Load, Piece, Reuse, Usage
 from lmstate.engine.reuse import PrefixReuse
+from lmstate.engine.rows import RowPool
 from lmstate.engine.scheduler import Scheduler
 from lmstate.engine.session import KeyedAnswer, Record, Session, check_name
 from lmstate.engine.tiers import RecordStore, Tier, open_tier
 from lmstate.engine.tiers.fetch import PatientRecords
+from lmstate.engine.workload import Workload
 from lmstate.errors import SnapshotError, UnsupportedError
 from lmstate.generation.params import SamplingParams, sampling_params
 from lmstate.generation.prompts import are_messages, refuse_no_messages
+from lmstate.generation.row import AnswerRow
 from lmstate.generation.thinking import ThinkingFormat
 from lmstate.speculation import DraftChoice, DraftReport
 from lmstate.state import BlockPool, Snapshot, State
@@ -140,19 +143,11 @@ class Engine:
         self._conversations = Conversations(
             model, self._reuse.prefixes, self._replay, self._tier, durable=durable == "turn"
         )
-        self._scheduler = Scheduler(
-            model,
-            self._new_state,
-            rows,
-            self._queue,
-            pace,
-            self._reuse,
-            self._blocks,
-            self._cost,
-            drafting,
-            self._conversations.ended,
-            self._delivery,
+        pool: RowPool[AnswerRow | Reader] = RowPool(model, self._new_state, rows)
+        self._work = Workload(
+            model, pool, self._queue, self._reuse, self._blocks, drafting, self._conversations.ended, self._delivery
         )
+        self._scheduler = Scheduler(self._work, self._cost, pace, drafting)
         self._drafting = drafting
         self._commands: deque[tuple[Callable[[Model], Any], Future[Any]]] = deque()
         self._changed = Condition()
@@ -276,9 +271,9 @@ class Engine:
                 raise EngineClosed("the engine is being drained: it takes no more requests")
             self._queue.add(Job(request, terms, self._order, prompt, messages, session, told))
             self._order += 1
-            self._scheduler.counts["requests"] += 1
-            self._scheduler.counts["pictures"] += len(prompt.media)
-            self._scheduler.counts["picture_seconds"] += prompt.seconds
+            self._work.counts["requests"] += 1
+            self._work.counts["pictures"] += len(prompt.media)
+            self._work.counts["picture_seconds"] += prompt.seconds
             self._changed.notify_all()
         return request
 
@@ -347,7 +342,7 @@ class Engine:
         def take(_: Model) -> None:
             state = self._new_state(1)
             state.restore(0, snapshot)  # checks all of it
-            self._reuse.keep(state.snapshot(0), self._scheduler.row_bytes(), salt)
+            self._reuse.keep(state.snapshot(0), self._work.row_bytes(), salt)
 
         check_salt(salt)
         self._called(take)
@@ -415,16 +410,16 @@ class Engine:
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, and what is going on now."""
-        scheduler, prefixes = self._scheduler, self._reuse.prefixes
+        work, prefixes = self._work, self._reuse.prefixes
         now: dict[str, float] = {
-            **scheduler.counts,
+            **work.counts,
             **self._drafting.counts,
             "waiting": len(self._queue),
-            "reading": len(scheduler.reading),
-            "decoding": scheduler.decoding,
-            "set_aside": len(scheduler.preempted),
-            "row_bytes": scheduler.row_bytes(),
-            "row_bytes_peak": scheduler.peak,
+            "reading": len(work.reading),
+            "decoding": len(work.jobs),
+            "set_aside": len(work.preempted),
+            "row_bytes": work.row_bytes(),
+            "row_bytes_peak": work.peak,
             "prefix_bytes": prefixes.nbytes,
             **{f"prefixes_{name}": number for name, number in prefixes.counts.items()},
         }
@@ -441,7 +436,7 @@ class Engine:
 
     def at_work(self) -> list[int]:
         """Requests that have the rows now, at most `rows`, each by how many were submitted before it."""
-        return self._called(lambda _: [job.order for job in self._scheduler.at_work()][: self.rows])
+        return self._called(lambda _: [job.order for job in self._work.at_work()][: self.rows])
 
     def draft_report(self) -> DraftReport:
         """Tokens drafted and accepted since the start, by place in a draft, and the seconds saved."""
@@ -495,7 +490,7 @@ class Engine:
         until = monotonic() + seconds
         while monotonic() < until and self._busy():
             sleep(DRAIN_LOOK)
-        self._called(lambda _: self._scheduler.drain())
+        self._called(lambda _: self._work.drain())
         return self._tier is None or self._tier.flush(FLUSH_SECONDS)
 
     def load(self) -> Load:
@@ -578,7 +573,7 @@ class Engine:
             self.model([[0]], self._new_state(1))
 
     def _busy(self) -> bool:
-        return bool(self._commands or self._scheduler.reading or self._scheduler.answering or len(self._queue))
+        return bool(self._commands or self._work.reading or self._work.answering or len(self._queue))
 
     def _turn(self) -> bool:
         """Do what others asked for until now, and a step. Whether anything could be done."""
@@ -594,7 +589,7 @@ class Engine:
 
     def _shut(self) -> None:
         try:
-            self._scheduler.end_all()
+            self._work.end_all()
         finally:
             while self._commands:
                 future = self._commands.popleft()[1]

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from lmstate.engine.options import check_salt
 from lmstate.engine.request import Request
 from lmstate.engine.results import Completion, Reuse, Usage
-from lmstate.generation.logprobs import TokenLogprob
+from lmstate.generation.logprobs import TokenLogprob, logprob
 from lmstate.generation.params import SamplingParams
 from lmstate.generation.row import AnswerRow
 from lmstate.state.validate import real_number, whole_number
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 AGING = 10.0  # seconds since it was submitted that are worth one step of priority
 MAX_PRIORITY = 2**31
+
+Rank: TypeAlias = tuple[float, int]
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ class Job:
         self.prompt_logprobs: list[TokenLogprob | None] = []
         self.error: BaseException | None = None  # why it failed
         self._times = [perf_counter()]  # submitted, started, first token
+        # Its place among others, smaller ones first: to be begun, read, gone on with, and to keep a row.
+        self.rank: Rank = (self._times[0] / AGING - terms.priority, order)
         self._read = 0.0  # when its prompt was read
 
     @property
@@ -110,9 +114,15 @@ class Job:
     def overdue(self) -> bool:
         return self.deadline is not None and perf_counter() - self._times[0] > self.deadline
 
-    def turn(self) -> tuple[float, int]:
-        """Place among others that wait for the same: the larger priority first, first come first served within one."""
-        return -self.priority - (perf_counter() - self._times[0]) // AGING, self.order
+    @property
+    def job(self) -> Job:
+        """Itself: see `Preempted.job`."""
+        return self
+
+    @property
+    def echo(self) -> bool:
+        """Whether log probabilities of the prompt's tokens are wanted."""
+        return self.params.prompt_logprobs is not None
 
     def passed(self) -> None:
         """The next phase begins: its prompt is read, or its answers are made."""
@@ -128,6 +138,19 @@ class Job:
     def left(self) -> int:
         """Number of tokens to read up to the next cut, or to the end of the prompt."""
         return min(cut for cut in (*self.cuts, len(self.prompt)) if cut > self.at) - self.at
+
+    def coming(self, size: int) -> list[int]:
+        """The next tokens to read."""
+        return self.prompt[self.at : self.at + size]
+
+    def take_logprobs(self, logits: Tensor) -> None:
+        """Log probabilities of the prompt's tokens after each of a chunk's. logits float32 `[T, V]`."""
+        top = self.params.prompt_logprobs
+        assert top is not None
+        if not self.prompt_logprobs:
+            self.prompt_logprobs.append(None)
+        for one, token in zip(logits, self.prompt[self.at + 1 :]):
+            self.prompt_logprobs.append(logprob(one, token, top))
 
     def begin_again(self) -> None:
         """Its prompt is to be read once more, from what is kept of it: the row was taken back."""
@@ -176,3 +199,54 @@ class Job:
                 reuse=self.reuse,
             ),
         )
+
+
+@dataclass(eq=False)
+class Preempted:
+    """Answer without a row, which goes on where it was once its text was read again."""
+
+    job: Job
+    choice: AnswerRow
+    text: list[int]  # prompt and answer, as far as the row had read them
+    echo: bool = False  # whether log probabilities of the answer's tokens are taken on the way
+    state: State | None = None  # of one row, until the text has a row in which it is read
+    reading: bool = False
+    at: int = 0
+
+    @property
+    def rank(self) -> Rank:
+        """Its place among others that wait, see `Job.rank`."""
+        return self.job.rank
+
+    @property
+    def index(self) -> int:
+        return self.choice.index
+
+    def left(self) -> int:
+        """Number of tokens to read."""
+        return len(self.text) - self.at
+
+    def coming(self, size: int) -> list[int]:
+        """The next tokens to read."""
+        return self.text[self.at : self.at + size]
+
+    def take_logprobs(self, logits: Tensor) -> None:
+        """Log probabilities of its tokens after each of a chunk's. logits float32 `[T, V]`."""
+        choice, top = self.choice, self.job.params.logprobs
+        assert top is not None
+        for at, one in enumerate(logits, self.at + 1 - len(self.job.prompt)):
+            if 0 < at < len(choice.tokens):
+                choice.logprobs[at] = logprob(one, choice.tokens[at], top)
+
+    def set_aside(self) -> None:
+        """Its row is taken back once more."""
+        self.state, self.reading, self.at = None, False, 0
+
+    @staticmethod
+    def of(job: Job, choice: AnswerRow, echo: bool = False) -> Preempted:
+        answered = choice.tokens
+        return Preempted(job, choice, [*job.prompt, *answered[: len(answered) - len(choice.feed)]], echo)
+
+
+Reader = Job | Preempted
+"""A text that is read into a row: a prompt, or that of an answer which had a row before."""

@@ -1,19 +1,21 @@
-"""Bytes that rows take, and answers whose rows were taken back for want of them."""
+"""Memory of rows: the bytes that one takes, and the budget of all of them with what is kept."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lmstate.engine.job import Job
+from lmstate.engine.job import Job, Preempted
 from lmstate.errors import CapacityError
 from lmstate.generation.row import AnswerRow
 from lmstate.ops.types.block_table import BLOCK_TOKENS
 from lmstate.state import State
 
 if TYPE_CHECKING:
+    from lmstate.engine.workload import Workload
     from lmstate.models.model import Model
+    from lmstate.state import Snapshot
 
 CHECK_EVERY = 16  # steps between two looks at the bytes of rows that are far from the budget
 
@@ -66,31 +68,118 @@ def nbytes(state: State) -> int:
     return sum(state.memory().values())
 
 
-@dataclass(eq=False)
-class Preempted:
-    """Answer without a row, which goes on where it was once its text was read again."""
+class MemoryBudget:
+    """Rows and prefix store within the engine's memory: what is kept goes first, then the rows that started last."""
 
-    job: Job
-    choice: AnswerRow
-    text: list[int]  # prompt and answer, as far as the row had read them
-    echo: bool = False  # whether log probabilities of the answer's tokens are taken on the way
-    state: State | None = None  # of one row, until the text has a row in which it is read
-    reading: bool = False
-    at: int = 0
-    rank: tuple[int, int, int] = field(init=False)  # those with the smallest go on first
+    def __init__(self, work: Workload, cost: RowCost) -> None:
+        self.held = 0  # bytes of rows when they were last looked at
+        self._work, self._cost, self._reuse = work, cost, work.reuse
+        self._unmeasured = 0  # steps since then
+        self._spare = 0.0  # bytes that they may have grown by since, beside having doubled; below 0: look again
 
-    def __post_init__(self) -> None:
-        self.rank = (-self.job.priority, self.job.order, self.choice.index)
+    def working(self) -> bool:
+        return bool(self._work.jobs or self._work.readers())
 
-    def left(self) -> int:
-        """Number of tokens to read."""
-        return len(self.text) - self.at
+    def fits(self, tokens: int) -> bool:
+        """Whether a row of so many tokens has room beside the others. One that is alone may always try."""
+        if not self.working():
+            return True
+        promised = sum(self._cost(len(reader.text)) - self._cost(reader.at) for reader in self._work.readers())
+        return self._work.row_bytes() + promised + self._cost(tokens) <= self._reuse.memory
 
-    def set_aside(self) -> None:
-        """Its row is taken back once more."""
-        self.state, self.reading, self.at = None, False, 0
+    def room(self) -> int:
+        """Number of tokens that there was room for when the rows were last looked at; bytes if none takes any."""
+        room = max(0, self._reuse.memory - self.held - self._cost.fixed)
+        return int(room / self._cost.per_token) if self._cost.per_token else room
 
-    @staticmethod
-    def of(job: Job, choice: AnswerRow, echo: bool = False) -> Preempted:
-        answered = choice.tokens
-        return Preempted(job, choice, [*job.prompt, *answered[: len(answered) - len(choice.feed)]], echo)
+    def grown(self, tokens: int) -> None:
+        """A row was read so many tokens of a text."""
+        self._spare -= self._cost.per_token * (tokens + BLOCK_TOKENS)
+
+    def bound(self) -> None:
+        """Let go of what is kept, then of rows, until they fit."""
+        work, memory, prefixes, kept = self._work, self._reuse.memory, self._reuse.prefixes, -1
+        self._unmeasured += 1
+        if not (work.looks or self._spare < 0 or work.preempted or self._unmeasured >= CHECK_EVERY):
+            return
+        work.looks = max(0, work.looks - 1)
+        while kept != prefixes.nbytes:  # a block that the store lets go is a row's alone from then on
+            held, kept = work.row_bytes(), prefixes.nbytes
+            while held > memory and self._preempt():
+                if (held := work.row_bytes()) > memory:
+                    self._pack()
+                    held = work.row_bytes()
+                kept = prefixes.nbytes
+            self._reuse.bound(held)
+        work.peak, self.held = max(work.peak, held), held
+        self._unmeasured = 0
+        # The rows may double in a step. Far from the budget they are looked at now and then.
+        self._spare = memory - 2 * held - prefixes.nbytes
+
+    def _preempt(self) -> bool:
+        """Take the row of the largest rank back: it goes on later. False if there is none.
+
+        One that is alone has no room even so, and ends.
+        """
+        work = self._work
+        working: list[tuple[Job, AnswerRow | Preempted | None]] = [(job, None) for job in work.reading]
+        working += [(job, choice) for job in work.answering for choice in job.unseated]
+        working += [(job, choice) for choice, job in work.jobs.items()]
+        working += [(aside.job, aside) for aside in work.preempted if aside.reading]
+        if not working:
+            return False
+        job, what = max(working, key=lambda entry: (entry[0].rank, 0 if entry[1] is None else entry[1].index))
+        if len(working) == 1:
+            self._end_too_large(job, what)
+        elif what is None:
+            work.reading.remove(job)
+            kept = work.read_so_far(job) if job.at else None
+            work.unseat(job)
+            job.begin_again()
+            work.waiting.put_back(job)
+            self._keep_if(kept, job)
+        elif isinstance(what, Preempted):
+            work.unseat(what)
+            what.set_aside()
+        elif what in job.unseated:
+            work.preempted += [Preempted.of(job, choice) for choice in job.unseated]
+            job.unseated, job.source = [], None
+        else:
+            work.preempted.append(Preempted.of(job, what))
+            del work.jobs[what]
+            kept = work.pool.snapshot(what)
+            work.pool.leave(what)
+            self._keep_if(kept, job)
+        work.counts["preempted"] += 1
+        work.crowded = True
+        return True
+
+    def _keep_if(self, snapshot: Snapshot | None, job: Job) -> None:
+        if snapshot is not None:
+            self._work.keep(snapshot, job)
+
+    def _end_too_large(self, job: Job, what: AnswerRow | Preempted | None) -> None:
+        """A request that is alone, and has no room: it ends with what it has."""
+        work = self._work
+        if what is None:
+            work.fail(job, too_large(len(job.prompt), self._cost(len(job.prompt)), self._reuse.memory))
+            return
+        choice = what.choice if isinstance(what, Preempted) else what
+        work.end_answer(job, choice, "capacity")
+        if isinstance(what, Preempted):
+            work.preempted.remove(what)
+        elif choice in job.unseated:
+            job.unseated.remove(choice)
+            job.source = None
+        else:
+            work.leave(choice)
+        work.settle(job)
+
+    def _pack(self) -> None:
+        """Have the rows take no more than they need: those that left, and the longest that was, leave room behind."""
+        pool = self._work.pool
+        rows = [(owner, pool.snapshot(owner)) for owner in pool.owners]
+        for owner, _ in rows:
+            pool.leave(owner)
+        for owner, snapshot in rows:
+            pool.join(owner, snapshot)

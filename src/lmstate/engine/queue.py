@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from threading import Lock
 
@@ -46,7 +45,3 @@ class Queue:
         """Those that wait, in no order."""
         with self._lock:
             return list(self._jobs)
-
-    def __iter__(self) -> Iterator[Job]:
-        """In the order in which they are to start."""
-        return iter(sorted(self.jobs(), key=Job.turn))
