@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 import lmstate
+from lmstate.checkpoints.hub import served_name
 from lmstate.cli.app import app
 from lmstate.cli.serve import banner
-from lmstate.cli.served import served_name
 from lmstate.serve import Settings
 from tests.cli.test_cli_branches import talking
 

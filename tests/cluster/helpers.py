@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, contextmanager
 
-from lmstate.cluster.deploy import Cluster
+from lmstate.cluster import Cluster
 from lmstate.cluster.handle import ReplicaLost
 from lmstate.cluster.served import ServedEngine
 from lmstate.cluster.wire import WireNews, unpack

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from lmstate.cli.app import app
-from lmstate.cluster.deploy import Cluster, deploy
+from lmstate.cluster import Cluster, deploy
 from lmstate.cluster.ray_cluster import AUTH_MODE, TOKEN_PATH, check_address
 from lmstate.cluster.replica import ReplicaSpec
 from lmstate.errors import UnsupportedError
@@ -45,7 +47,7 @@ def test_what_replicas_cannot_start_with_is_refused(changes: dict[str, Any], sai
 
 
 def test_unknown_options_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmstate.cluster.deploy.check_ray", lambda: None)
+    monkeypatch.setattr("lmstate.cluster.on_ray.check_ray", lambda: None)
     with pytest.raises(ValueError, match="unknown field `rwos`"):
         deploy("smollm2", rwos=3)
     with pytest.raises(ValueError, match="give 1 or more"):
@@ -99,12 +101,39 @@ def test_the_server_speaks_through_a_front(tmp_path: Path) -> None:
 def test_replicas_that_do_not_come_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from lmstate.engine import Engine
 
-    monkeypatch.setattr("lmstate.cluster.deploy.START", 0.2)
+    monkeypatch.setattr("lmstate.cluster.cluster.START", 0.2)
     with Engine(ours("llama")) as engine:
         dead = LocalChannel(engine, 1)
         dead.dead = True
         with pytest.raises(TimeoutError, match="1 of 2 replicas answered"):
             Cluster([LocalChannel(engine, 0), dead], None, None)
+
+
+def test_a_cluster_serves_at_its_url_until_it_is_closed(tmp_path: Path) -> None:
+    from lmstate.engine import Engine
+    from lmstate.serve import Settings
+
+    model = load_tiny(tmp_path / "model")
+    with fleet(Engine(model), tokenizer=model.tokenizer) as (cluster, _):
+        assert cluster.url is None
+        with pytest.raises(ValueError, match="no API key is set"):
+            cluster.serve(Settings("tiny", "0.0.0.0", 0))
+        url = cluster.serve(Settings("tiny", port=0))
+        assert url == cluster.url and httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "tiny"
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 3}).json()
+        assert answer["usage"]["completion_tokens"] == 3
+        with pytest.raises(RuntimeError, match="serves HTTP at"):
+            cluster.serve(Settings("tiny", port=0))
+        cluster.close()
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+
+        with (
+            socket.create_server(("127.0.0.1", 0)) as taken,
+            fleet(Engine(model), tokenizer=model.tokenizer) as (other, _),
+            pytest.raises(OSError, match=f"cannot serve on 127.0.0.1:{taken.getsockname()[1]}"),
+        ):
+            other.serve(Settings("tiny", port=taken.getsockname()[1]))
 
 
 def test_without_a_store_there_are_no_sessions() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import httpx
 import pytest
 
 from lmstate.cluster.moving import MovingRequest
@@ -31,10 +32,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    from lmstate.cluster.deploy import deploy
+    from lmstate.cluster import deploy
 
     store = f"file://{tmp_path_factory.mktemp('store')}"
-    with deploy(str(folder), 2, store, weights="float32", rows=4, memory="100MB") as deployed:
+    with deploy(str(folder), 2, store, weights="float32", rows=4, memory="100MB", port=0) as deployed:
         yield deployed
 
 
@@ -64,6 +65,7 @@ def test_a_session_stays_at_its_replica(cluster: Any) -> None:
         completion = session.send([5, 6, 7 + turn], max_new_tokens=40, ignore_eos=True).result(120)
         assert completion.stored and completion.usage.reused == (43 * turn and 43 * turn - 1)
     assert session.generation == 3 and len(session.tokens) == 129
+    assert httpx.get(f"{cluster.url}/v1/sessions/one").json()["tokens"] == session.tokens
     counts = sorted(replica.stats()["requests"] for replica in cluster.front.remote())
     assert counts == [0, 3]
 

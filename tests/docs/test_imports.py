@@ -56,7 +56,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"moving", "wire", "ray_channel"},
         {"front", "remote", "served"},
         {"serving", "replica"},
-        {"deploy"},
+        {"cluster"},
+        {"on_ray"},
     ],
     "lmstate.state": [
         {"blocks", "changes", "gradients", "inference_mode", "validate"},

@@ -154,6 +154,11 @@ def commit_of(path: str | os.PathLike[str]) -> str | None:
     return None
 
 
+def served_name(model: str) -> str:
+    """The name that clients ask by: of a file or a folder, not where it lies."""
+    return Path(os.path.abspath(model)).name if Path(model).exists() else model  # a link's own name counts
+
+
 def name_of(path: str | os.PathLike[str]) -> str:
     """The shortest name that `resolve` takes for a path: an alias, a Hub id, or the path from the home folder on."""
     path = Path(path)

@@ -10,7 +10,7 @@ from lmstate.cli import options
 
 if TYPE_CHECKING:
     from lmstate.cli.served import EngineOptions
-    from lmstate.cluster.deploy import Cluster
+    from lmstate.cluster import Cluster
     from lmstate.engine import Engine
 
 
@@ -27,7 +27,7 @@ def check_replicas(replicas: int, store: str | None, one: bool) -> None:
 
 def replicated(model: str, replicas: int, address: str | None, how: EngineOptions) -> Cluster:
     """A cluster of engines with these options. Raises `typer.BadParameter` for options that replicas do not have."""
-    from lmstate.cluster.deploy import deploy
+    from lmstate.cluster import deploy
     from lmstate.threads import available
 
     asked = how.threads

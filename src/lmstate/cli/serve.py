@@ -15,10 +15,11 @@ from typing import Annotated
 
 import typer
 
+from lmstate.checkpoints.hub import served_name
 from lmstate.cli import options
 from lmstate.cli.output import note
 from lmstate.cli.replicas import check_replicas, front_of, replicated
-from lmstate.cli.served import EngineOptions, adapted_sources, models_in, read_adapters, served_name, sources
+from lmstate.cli.served import EngineOptions, adapted_sources, models_in, read_adapters, sources
 
 
 class LogLevel(StrEnum):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from lmstate.checkpoints.hub import served_name
 from lmstate.cli import options
 
 if TYPE_CHECKING:
@@ -71,11 +71,6 @@ class EngineOptions:
             max_itl=self.max_itl,
             stall=self.stall,
         )
-
-
-def served_name(model: str) -> str:
-    """The name that clients ask by: of a file or a folder, not where it lies."""
-    return Path(os.path.abspath(model)).name if Path(model).exists() else model  # a link's own name counts
 
 
 def models_in(folder: Path) -> list[str]:

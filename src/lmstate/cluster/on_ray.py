@@ -3,87 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from queue import Empty, Queue
-from time import monotonic
-from types import TracebackType
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from lmstate.checkpoints.hub import served_name
+from lmstate.cluster.cluster import Cluster
 from lmstate.cluster.ray_channel import RayChannel
 from lmstate.cluster.ray_cluster import RayCluster, check_ray
-from lmstate.cluster.remote import CallLoop, Channel, RemoteReplica, watch
 from lmstate.cluster.replica import EngineReplica, ReplicaSpec
-from lmstate.cluster.serving import ServingFront
 
 if TYPE_CHECKING:
     from lmstate.text.tokenizer import Tokenizer
 
 NAME = "lmstate"
-START = 600.0  # seconds that all replicas may take to load their model
 DRAIN = 120.0  # seconds that running answers have when Ray stops a replica
 ONGOING = 100_000  # requests at a replica: the engine has the queue, and its bound
-
-
-class Cluster:
-    """Replicas of one model, and a `front` over them. Close it, or use `with`: it ends what it started."""
-
-    def __init__(self, channels: Sequence[Channel], tokenizer: Tokenizer | None, store: str | None) -> None:
-        """Wait until all replicas answer. Raises TimeoutError."""
-        self._loop = CallLoop()
-        try:
-            found: Queue[RemoteReplica] = Queue()
-            self._add: Callable[[RemoteReplica], object] = found.put  # until there is a front
-            for channel in channels:
-                self._loop.begin(watch(channel, self._loop, lambda replica: self._add(replica)))
-            until, replicas = monotonic() + START, list[RemoteReplica]()
-            while len(replicas) < len(channels):
-                try:
-                    replicas.append(found.get(timeout=max(0.0, until - monotonic())))
-                except Empty:
-                    told = f"{len(replicas)} of {len(channels)} replicas answered within {START:.0f} seconds"
-                    raise TimeoutError(f"{told}; Ray's logs say why") from None
-            self.front = ServingFront(replicas, tokenizer, store, at_close=self._loop.close)
-            self._add = self.front.add
-        except BaseException:
-            self._loop.close()
-            raise
-
-    def status(self) -> list[dict[str, Any]]:
-        """Each replica's rank, id and process, its load, and whether it takes requests."""
-        return [
-            {
-                "rank": replica.rank,
-                "id": replica.id,
-                "pid": replica.facts.pid,
-                "takes": replica.takes,
-                **msgspec.to_builtins(replica.load()),
-            }
-            for replica in sorted(self.front.remote(), key=lambda replica: replica.rank)
-        ]
-
-    def drain(self, rank: int, seconds: float = 0.0) -> bool:
-        """Have the replica of a rank end its answers within `seconds`, or go on elsewhere; Ray replaces it then.
-
-        Returns whether the store took all that was computed. Raises ValueError for a rank that is not there.
-        """
-        replicas = {replica.rank: replica for replica in self.front.replicas}
-        if rank not in replicas:
-            raise ValueError(f"there is no replica of rank {rank}; expected one of {sorted(replicas)}")
-        return self.front.drain_replica(replicas[rank].id, seconds)
-
-    def close(self) -> None:
-        """Close the front. Harmless if it was closed."""
-        self.front.close()
-
-    def __enter__(self) -> Cluster:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class RayReplicas(Cluster):
@@ -112,12 +48,16 @@ def deploy(
     *,
     address: str | None = None,
     name: str = NAME,
+    port: int | None = None,
     **options: Any,
 ) -> Cluster:
     """Run replicas of a model on Ray Serve: on a Ray of this machine, or on the cluster at `address`.
 
     store    URL of the store that all share, for sessions, and for going on from each other's states; None: there are
              no sessions, and each replica computes what it has not
+    name     of the applications on Ray Serve: `NAME-0`, `NAME-1`, ...
+    port     of an HTTP server on this machine's loopback, whose address is `Cluster.url`; 0 takes a free one, None
+             starts none. API keys are those of the environment
     options  those of `ReplicaSpec`
 
     Raises ValueError for options that are unknown or out of range, ImportError without Ray.
@@ -129,10 +69,19 @@ def deploy(
     spec.check()
     ray = RayCluster(address, cpus=replicas * spec.threads)
     try:
-        return RayReplicas(ray, spec, replicas, name, keep=address is not None)
+        cluster = RayReplicas(ray, spec, replicas, name, keep=address is not None)
     except BaseException:
         ray.close()
         raise
+    if port is not None:
+        from lmstate.serve import Settings, read_keys
+
+        try:
+            cluster.serve(Settings(served_name(model), port=port, api_keys=read_keys(None), given_name=model))
+        except BaseException:
+            cluster.close()
+            raise
+    return cluster
 
 
 def run_replicas(spec: ReplicaSpec, apps: Sequence[str]) -> list[RayChannel]:
