@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from lmstate.cli import bench, cache, demo, doctor, finetune, generate, inspect, local, models, perplexity, serve
+from lmstate.cli import bench, cache, demo, doctor, finetune, generate, inspect, local, models, perplexity, serve, trace
 from lmstate.cli.chat import command as chat
 from lmstate.cli.output import DEBUG, one_line
 
@@ -94,6 +94,7 @@ app.command("finetune")(finetune.finetune)
 app.command("inspect")(inspect.inspect)
 app.command("bench")(bench.bench)
 app.command("perplexity")(perplexity.perplexity)
+app.command("trace")(trace.trace)
 app.command("models")(models.models)
 app.command("doctor")(doctor.doctor)
 app.command("serve")(serve.serve)
