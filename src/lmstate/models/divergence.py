@@ -1,4 +1,4 @@
-"""Where the forwards of two models part: the difference of their streams after every sublayer."""
+"""Divergence of two models: the difference of their streams after every sublayer."""
 
 from __future__ import annotations
 
