@@ -53,9 +53,9 @@ def load(
     context_size: the most tokens that texts will have. More than the model was made for stretches its positions by YaRN
     (Peng et al. 2023), which costs short texts some quality; less is a limit for the server and the command line.
     parallel: the number of processes that share the weights and the state, on the CPU; each computes a part of every
-    product, and the results are the same to the bit. The others are started here, and end with the model. See
-    docs/devices.md. parallel_timeout: the seconds after which a process that does not answer ends the model with a
-    `RanksError`.
+    product, and the results are the same to the bit. The others are started here, end with the model, and take their
+    shares of the threads. See docs/devices.md. parallel_timeout: the seconds after which a process that does not answer
+    ends the model with a `RanksError`.
     Raises `ModelError` (a `ValueError`) for a checkpoint that is damaged or not supported, `OSError` for files that are
     missing or cannot be fetched.
     """

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lmstate.distributed.channel import RankChannel
-from lmstate.distributed.group import GlooGroup
+from lmstate.distributed.group import SocketGroup
 from lmstate.distributed.mirror import gathered, received
 from lmstate.distributed.open import open_part
 from lmstate.distributed.ranks import Collectives
@@ -142,18 +142,16 @@ def loaded(channel: RankChannel, group: Collectives) -> Follower | None:
     return Follower(group, model, widths)
 
 
-def main(descriptor: int) -> NoReturn:
-    """Meet the others, load, and follow. An error is told to it on the way out."""
+def main(descriptor: int, data: int) -> NoReturn:
+    """Load and follow, with sockets for commands and for tensors. An error is told to it on the way out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; rank 0 decides
     channel = RankChannel(socket.socket(fileno=descriptor))
     try:
         channel.send("here")
         if (message := channel.receive()) is not None:
-            _, folder, rank, ranks, timeout, threads = message
+            _, rank, ranks, timeout, threads = message
             torch.set_num_threads(threads)
-            group = GlooGroup(folder, rank, ranks, timeout)
-            channel.send("met")
-            follower = loaded(channel, group)
+            follower = loaded(channel, SocketGroup(rank, ranks, [socket.socket(fileno=data)], timeout))
             if follower is not None:
                 follower.follow(channel)
     except Exception as error:
@@ -164,4 +162,4 @@ def main(descriptor: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

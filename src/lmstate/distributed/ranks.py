@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from lmstate.distributed.channel import RankChannel
-from lmstate.distributed.group import GlooGroup, meeting_place
+from lmstate.distributed.group import SocketGroup
 from lmstate.errors import ModelError, RanksError
 from lmstate.ops.weights.split import Gathering
 from lmstate.state.validate import whole_number
@@ -137,43 +137,48 @@ def _last_word(channel: RankChannel) -> str | None:
 
 
 def start(ranks: int, timeout: float = TIMEOUT) -> Ranks:
-    """Start the other ranks as processes of this machine. Raises `RanksError` where they do not come up in time."""
+    """Start the other ranks as processes of this machine; each computes on its share of this one's threads.
+
+    Raises `RanksError` where they do not come up in time.
+    """
     if whole_number(ranks, "parallel") > MAX_RANKS:
         raise ValueError(f"parallel={ranks} was asked for; there are at most {MAX_RANKS} processes")
     processes: list[subprocess.Popen[bytes]] = []
     channels: list[RankChannel] = []
+    sockets: list[socket.socket] = []
     threads = max(1, torch.get_num_threads() // ranks)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with meeting_place() as folder:
-        try:
-            for _ in range(1, ranks):
-                ours, theirs = socket.socketpair()
-                with theirs:
-                    command = [sys.executable, "-m", "lmstate.distributed.follower", str(theirs.fileno())]
-                    processes.append(
-                        subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
-                    )
-                ours.settimeout(STARTING)
-                channels.append(RankChannel(ours))
-            for rank, channel in enumerate(channels, 1):
-                if channel.receive() != ["here"]:
-                    raise RanksError(f"process {rank} of {ranks} did not start; its own message is above")
-                channel.set_timeout(timeout)
-                channel.send("meet", folder, rank, ranks, timeout, threads)
-            group = GlooGroup(folder, 0, ranks, timeout)
-            for rank, channel in enumerate(channels, 1):
-                if (said := channel.receive()) != ["met"]:  # after which the folder may go
-                    raise RanksError(f"process {rank} of {ranks} did not meet the others: {said and said[-1]}")
-        except BaseException:
-            end(processes, channels)
-            raise
-    return Ranks(group, channels, lambda: end(processes, channels), timeout)
+    try:
+        for _ in range(1, ranks):
+            (ours, theirs), (data, other) = socket.socketpair(), socket.socketpair()
+            channels.append(RankChannel(ours))
+            sockets.append(data)
+            with theirs, other:
+                passed = theirs.fileno(), other.fileno()
+                command = [sys.executable, "-m", "lmstate.distributed.follower", *map(str, passed)]
+                processes.append(subprocess.Popen(command, pass_fds=passed, env=environment, stdin=subprocess.DEVNULL))
+        for rank, channel in enumerate(channels, 1):
+            channel.set_timeout(STARTING)
+            if channel.receive() != ["here"]:
+                raise RanksError(f"process {rank} of {ranks} did not start; its own message is above")
+            channel.set_timeout(timeout)
+            channel.send("begin", rank, ranks, timeout, threads)
+    except BaseException:
+        end(processes, channels, sockets)
+        raise
+    torch.set_num_threads(threads)
+    group = SocketGroup(0, ranks, sockets, timeout)
+    return Ranks(group, channels, lambda: end(processes, channels, sockets), timeout)
 
 
-def end(processes: Sequence[subprocess.Popen[bytes]], channels: Sequence[RankChannel]) -> None:
-    """Close the channels, upon which the ranks end; kill those that do not."""
+def end(
+    processes: Sequence[subprocess.Popen[bytes]], channels: Sequence[RankChannel], sockets: Sequence[socket.socket]
+) -> None:
+    """Close channels and sockets, upon which the ranks end; kill those that do not."""
     for channel in channels:
         channel.close()
+    for data in sockets:
+        data.close()
     for process in processes:
         try:
             process.wait(ENDING)
