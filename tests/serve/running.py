@@ -16,6 +16,7 @@ import torch
 import lmstate
 from lmstate.engine import Engine
 from lmstate.serve import Settings, make_server
+from lmstate.serve.answer.grammar import Grammars
 from lmstate.serve.run import Server
 from tests.serve.byte_tokenizer import END, TEMPLATE, save_tokenizer
 from tests.waiting import GUARD, wait_until
@@ -96,6 +97,22 @@ def standing_still(engine: Engine, tokens: int = 100) -> Iterator[None]:
     finally:
         over.set()
         del scheduler._compute
+
+
+@contextmanager
+def saying(server: Running, text: str) -> Iterator[None]:
+    """Make every answer this text, as if the model said it by itself."""
+    submit, model = server.engine.submit, server.engine.model
+    grammars = Grammars(model.tokenizer, model.config.vocab_size)
+
+    def forced(prompt: Any, **options: Any) -> Any:
+        return submit(prompt, **{**options, "grammar": grammars.compile(f"start: {json.dumps(text)}", "said")})
+
+    server.engine.submit = forced  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del server.engine.submit  # type: ignore[method-assign]
 
 
 def events(text: str) -> list[tuple[str, Any]]:

@@ -13,11 +13,10 @@ import pytest
 from lmstate.engine import Engine, TokenLogprob
 from lmstate.serve import Settings
 from lmstate.serve.answer.answers import UntoldTokens
-from lmstate.serve.answer.grammar import Grammars
 from lmstate.serve.anthropic import whole_values
 from lmstate.serve.tools import CallArguments, Reasoning, Text
 from tests.serve.byte_tokenizer import TEMPLATE
-from tests.serve.running import Running, events, load_tiny, running
+from tests.serve.running import Running, events, load_tiny, running, saying
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 USER = [{"role": "user", "content": "Go."}]
@@ -43,23 +42,15 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 @pytest.fixture
-def says(thinking: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def says(thinking: Running) -> Iterator[Callable[..., Any]]:
     """Ask for an answer that is this text: what a model would say by itself."""
-    submit, model = thinking.engine.submit, thinking.engine.model
-    grammars = Grammars(model.tokenizer, model.config.vocab_size)
-    said = ""
-
-    def forced(prompt: Any, **options: Any) -> Any:
-        return submit(prompt, **{**options, "grammar": grammars.compile(f"start: {json.dumps(said)}", "said")})
 
     def ask(path: str, text: str, **more: Any) -> httpx.Response:
-        nonlocal said
-        said = text
-        answer = client.post(path, json={**BODIES[path], **more})
+        with saying(thinking, text):
+            answer = client.post(path, json={**BODIES[path], **more})
         assert answer.status_code == 200, answer.text
         return answer
 
-    monkeypatch.setattr(thinking.engine, "submit", forced)
     with thinking.client() as client:
         yield ask
 

@@ -72,14 +72,14 @@ class Blocks:
     def take(self, found: Event) -> list[bytes]:
         """The protocol's events for one of ours."""
         if isinstance(found, Text) and found.text:
-            events = [] if self.open == "text" else self.start("text", {"type": "text", "text": ""})
+            events = [] if self.open == "text" else self.start("text", {"type": "text", "text": "", "citations": None})
             return [*events, self.delta({"type": "text_delta", "text": found.text})]
         if isinstance(found, Reasoning) and found.text:
             block = {"type": "thinking", "thinking": "", "signature": ""}
             events = [] if self.open == "thinking" else self.start("thinking", block)
-            return [*events, self.delta({"type": "thinking_delta", "thinking": found.text})]
+            return [*events, self.delta({"type": "thinking_delta", "thinking": found.text, "estimated_tokens": None})]
         if isinstance(found, CallStart):
-            return self.start("call", {"type": "tool_use", "id": found.id, "name": found.name, "input": {}})
+            return self.start("call", tool_use_block(found.id, found.name, {}))
         if isinstance(found, CallArguments) and found.text:
             return [self.delta({"type": "input_json_delta", "partial_json": found.text})]
         return []
@@ -111,40 +111,43 @@ class MessageAnswer:
         }
 
     def _head(self) -> dict[str, Any]:
-        return {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "container": None,
+            "context_management": None,
+            "diagnostics": None,
+        }
 
     def _stop(self, answer: Answer) -> dict[str, Any]:
+        reason, sequence = self._stopped(answer)
+        return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
+
+    def _stopped(self, answer: Answer) -> tuple[str, str | None]:
+        """(stop_reason, stop_sequence)"""
         completion = self.task.completion
         assert completion is not None
         by = completion.stopped_by[0]
         if answer.finished == "stop" and isinstance(by, str):
-            return {"stop_reason": "stop_sequence", "stop_sequence": by}
+            return "stop_sequence", by
         reasons = {"eos": "end_turn", "stop": "end_turn", "capacity": "model_context_window_exceeded"}
         reason = reasons.get(answer.finished or "", "max_tokens")
-        return {"stop_reason": "tool_use" if answer.calls and reason == "end_turn" else reason, "stop_sequence": None}
+        return "tool_use" if answer.calls and reason == "end_turn" else reason, None
 
     def _usage(self) -> dict[str, Any]:
-        """Input tokens are those that were not read from the cache."""
         completion = self.task.completion
         assert completion is not None
-        usage = completion.usage
-        return {
-            "input_tokens": usage.prompt - usage.reused,
-            "output_tokens": usage.generated,
-            "cache_read_input_tokens": usage.reused,
-            "cache_creation_input_tokens": 0,
-            "lmstate": usage_details(usage),
-        }
+        usage, thought = completion.usage, self.task.answers[0].reasoning_tokens
+        counts = usage_of(usage.prompt, usage.reused, usage.generated, thought)
+        return {**counts, "lmstate": usage_details(usage)}
 
     async def events(self, service: Service) -> AsyncIterator[bytes]:
         reused = await self.task.request.begun()  # clients count the input by this event; pings go on meanwhile
-        usage = {
-            "input_tokens": len(self.task.prompt.tokens) - reused,
-            "output_tokens": 0,
-            "cache_read_input_tokens": reused,
-            "cache_creation_input_tokens": 0,
-        }
-        message = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        usage = usage_of(len(self.task.prompt.tokens), reused)
+        stop = {"stop_reason": None, "stop_sequence": None, "stop_details": None}
+        message = {**self._head(), "content": [], **stop, "usage": usage}
         yield event("message_start", {"type": "message_start", "message": message})
         blocks = Blocks()
         try:
@@ -155,8 +158,9 @@ class MessageAnswer:
             service.remember_answers(self.task)
             for out in blocks.stop():
                 yield out
-            stop = self._stop(self.task.answers[0])
-            yield event("message_delta", {"type": "message_delta", "delta": stop, "usage": self._usage()})
+            delta = {**self._stop(self.task.answers[0]), "container": None}
+            told = {"type": "message_delta", "delta": delta, "usage": self._usage(), "context_management": None}
+            yield event("message_delta", told)
             yield event("message_stop", {"type": "message_stop"})
         except Exception as error:
             log.error("a stream failed", exc_info=error)
@@ -333,13 +337,34 @@ def read_format(service: Service, body: CountBody) -> Constraint | None:
     return None if given is None else Constraint(service.grammars.json_schema(given.schema, name), name)
 
 
+def usage_of(prompt: int, reused: int, generated: int = 0, thought: int = 0) -> dict[str, Any]:
+    """Counts of tokens. Input tokens are those that were not read from the cache."""
+    return {
+        "input_tokens": prompt - reused,
+        "output_tokens": generated,
+        "output_tokens_details": {"thinking_tokens": thought},
+        "cache_read_input_tokens": reused,
+        "cache_creation_input_tokens": 0,
+        "cache_creation": {"ephemeral_1h_input_tokens": 0, "ephemeral_5m_input_tokens": 0},
+        "service_tier": "standard",
+        "inference_geo": None,
+        "server_tool_use": None,
+        "iterations": None,
+        "speed": None,
+    }
+
+
 def block_of(part: Passage | AnsweredCall) -> dict[str, Any]:
     """The content block of a part of an answer."""
     if isinstance(part, AnsweredCall):
-        return {"type": "tool_use", "id": part.id, "name": part.name, "input": as_object(part.arguments)}
+        return tool_use_block(part.id, part.name, as_object(part.arguments))
     if part.kind is Text:
-        return {"type": "text", "text": part.text}
+        return {"type": "text", "text": part.text, "citations": None}
     return {"type": "thinking", "thinking": part.text, "signature": SIGNATURE}
+
+
+def tool_use_block(id: str | None, name: str, input: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": id, "name": name, "input": input, "caller": {"type": "direct"}}
 
 
 def as_object(text: str) -> dict[str, Any]:

@@ -42,8 +42,13 @@ class ChatAnswer:
     custom: frozenset[str] = frozenset()  # names of custom tools
 
     def head(self, kind: str) -> dict[str, Any]:
-        created = self.task.created
-        return {"id": self.id, "object": kind, "created": created, "model": self.model, "system_fingerprint": None}
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.task.created,
+            "model": self.model,
+            "system_fingerprint": fields.system_fingerprint(self.service),
+        }
 
     def whole(self) -> dict[str, Any]:
         completion = self.task.completion
@@ -117,7 +122,7 @@ class ChatAnswer:
         first: bool = False,
     ) -> bytes:
         """`told` are the tokens and the log probabilities that the chunk tells of."""
-        choice: dict[str, Any] = {"index": answer.index, "delta": delta, "logprobs": None, "finish_reason": reason}
+        choice: dict[str, Any] = {"index": answer.index, "delta": delta, "finish_reason": reason}
         ids, logprobs = told
         if self.wants_logprobs and logprobs:
             choice["logprobs"] = {"content": fields.token_logprobs(self.service, logprobs), "refusal": None}

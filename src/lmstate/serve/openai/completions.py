@@ -74,7 +74,13 @@ class Texts:
     _generated: int = field(default=0, init=False)  # tokens so far
 
     def head(self) -> dict[str, Any]:
-        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": fields.system_fingerprint(self.service),
+        }
 
     async def whole(self) -> dict[str, Any]:
         completions = [await request.wait() for request in self.requests]

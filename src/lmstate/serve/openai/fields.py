@@ -209,6 +209,11 @@ class StreamUsage:
         return {"usage": token_counts(prompt, generated) if self.continuous else None}
 
 
+def system_fingerprint(service: Service) -> str:
+    """What computes the answers: the weights and the config of the model."""
+    return f"lmstate-{service.model.fingerprint[:16]}"
+
+
 def token_counts(prompt: int, generated: int) -> dict[str, Any]:
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 

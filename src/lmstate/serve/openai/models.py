@@ -36,11 +36,13 @@ def model_card(served: ServedModel, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "type": "model",  # this line and the next four are Anthropic's
+        "type": "model",  # this line and the next six are Anthropic's
         "display_name": name,
         "created_at": datetime.fromtimestamp(served.created, UTC).isoformat(),
         "lifecycle": "active",
         "max_input_tokens": context,
+        "max_tokens": context,
+        "capabilities": None,
         "created": served.created,
         "owned_by": "lmstate",
         "root": served.name,

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from time import time
+from typing import TYPE_CHECKING, Any
 
 from msgspec import to_builtins
 from starlette.requests import Request
@@ -39,6 +40,9 @@ from lmstate.serve.wire.owned_records import STORE_ERRORS
 from lmstate.serve.wire.schema.responses import ResponseBody, TextOptions
 from lmstate.serve.wire.sse import EventStream, comment
 from lmstate.text.replay import Sampled
+
+if TYPE_CHECKING:
+    from lmstate.generation import SamplingParams
 
 ENDINGS = {"completed": "completed", "failed": "failed"}  # events that end a stream; the protocol has none of a cancel
 
@@ -78,10 +82,11 @@ class ResponseAnswer:
     task: ChatTask
     asked: Asked
     id: str
+    params: SamplingParams
     output: Output = field(default_factory=Output)
 
     def object(self, status: str) -> dict[str, Any]:
-        body = self.asked.body
+        body, params = self.asked.body, self.params
         reason = None
         if status == "incomplete":
             reason = {"reason": "max_output_tokens"}
@@ -89,6 +94,7 @@ class ResponseAnswer:
             "id": self.id,
             "object": "response",
             "created_at": self.task.created,
+            "completed_at": int(time()) if status == "completed" else None,
             "status": status,
             "background": self.asked.background,
             "error": None,
@@ -102,11 +108,18 @@ class ResponseAnswer:
             "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
             "store": self.asked.store,
             "conversation": None if self.asked.conversation is None else {"id": self.asked.conversation.id},
-            "temperature": body.temperature,
+            "temperature": params.temperature,
             "text": shown_text(body.text),
             "tool_choice": to_builtins(body.tool_choice) or "auto",
-            "tools": [tool for tool in body.tools or [] if tool.get("type") in (*KINDS, NAMESPACE)],
-            "top_p": body.top_p,
+            "tools": [shown_tool(tool) for tool in body.tools or [] if tool.get("type") in (*KINDS, NAMESPACE)],
+            "top_p": 1.0 if params.top_p is None else params.top_p,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "top_logprobs": body.top_logprobs or 0,
+            "max_tool_calls": None,
+            "service_tier": "default",
+            "safety_identifier": None,
+            "prompt_cache_key": None,
             "truncation": body.truncation or "disabled",
             "usage": None if self.task.completion is None else usage_of(self.task),
             "metadata": body.metadata or {},
@@ -224,7 +237,16 @@ def shown_text(given: TextOptions | None) -> dict[str, Any]:
     """`text` of a response: the form that its text has."""
     format = None if given is None else given.format
     shown = {"type": "text"} if format is None else {k: v for k, v in to_builtins(format).items() if v is not None}
+    if shown["type"] == "json_schema":
+        shown = {"description": None, "strict": False, **shown}
     return {"format": shown}
+
+
+def shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool with all the fields that the protocol's functions have."""
+    if tool.get("type") != "function":
+        return tool
+    return {"description": None, "parameters": None, "strict": None, **tool}
 
 
 async def create_response(service: Service, request: Request, body: ResponseBody) -> ASGIApp:
@@ -236,14 +258,15 @@ async def create_response(service: Service, request: Request, body: ResponseBody
     asked = await prepare(service, kept, body)
     include = [body.include] if isinstance(body.include, str) else body.include or []
     wants_logprobs = bool(body.top_logprobs) or "message.output_text.logprobs" in include
+    params = replace(
+        sampling_params(body, service.vocab_size, service.model.defaults),
+        stop=stops(body.stop),
+        logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
+    )
     task = await service.chat(
         request.receive,
         asked.chat,
-        replace(
-            sampling_params(body, service.vocab_size, service.model.defaults),
-            stop=stops(body.stop),
-            logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
-        ),
+        params,
         use=asked.use,
         max_new_tokens=body.max_output_tokens,
         priority=body.priority or 0,
@@ -251,7 +274,7 @@ async def create_response(service: Service, request: Request, body: ResponseBody
         constraint=asked.constraint,
         tokens=await asyncio.to_thread(exact_tokens, service, asked),
     )
-    answer = ResponseAnswer(service, kept, task, asked, id, Output(asked.use.tools))
+    answer = ResponseAnswer(service, kept, task, asked, id, params, Output(asked.use.tools))
     if asked.background:
         try:
             await answer.store(answer.object("queued"))  # so that one which a kill ends is known to have been
