@@ -41,6 +41,7 @@ KINDS = {
     "matrix memory": "xlstm",
     "averages a channel": "rwkv",
     "a source": "mbart",
+    "a source and biases": "t5",
 }
 STRETCHED = {"window under a stretched rope": "mistral", "parallel under a stretched rope": "falcon_h1"}
 OPERATIONS = 30

@@ -132,7 +132,8 @@ class Masked(KeyValueState):
         params: AttentionParams,
         rotation: RopeTables | None = None,
     ) -> Tensor:
-        scale, softcap, sinks, slopes = params
+        scale, softcap, sinks, slopes, biases = params
+        assert biases is None
         assert len(q) == 1
         if rotation is not None:
             q = rope(q, *rotation)

@@ -9,6 +9,7 @@ from torch import Tensor
 import lmstate.ops as ops
 from lmstate.ops import AttentionParams, CausalMask, dispatch
 from lmstate.ops.attention.attend import _attend_on_device, attend_reference
+from lmstate.ops.attention.attend_whole import attend_whole_reference
 from lmstate.ops.attention.kv_store import append_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -42,6 +43,7 @@ def by_hand(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    biases: Tensor | None = None,
 ) -> Tensor:
     """Attention one query and one head at a time, in float64, with the definition of what a query sees spelled out."""
     out = torch.zeros(*q.shape[:3], all_v[0].shape[-1], dtype=torch.float64)
@@ -61,6 +63,8 @@ def by_hand(
                     scores = softcap * torch.tanh(scores / softcap)
                 if slopes is not None:
                     scores = scores - slopes[h].double() * (own - torch.tensor(seen))
+                if biases is not None:
+                    scores = scores + biases[h, [min(own - p, biases.shape[1] - 1) for p in seen]].double()
                 if sinks is not None:
                     scores = torch.cat([scores, sinks[h : h + 1].double()])
                 weights = scores.softmax(0)[: len(seen)]
@@ -75,8 +79,9 @@ def told(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    biases: Tensor | None = None,
 ) -> tuple[AttentionParams, CausalMask]:
-    return AttentionParams(scale, softcap, sinks, slopes), CausalMask(window, chunk)
+    return AttentionParams(scale, softcap, sinks, slopes, biases), CausalMask(window, chunk)
 
 
 RULES = {
@@ -86,8 +91,13 @@ RULES = {
     "softcap": {"softcap": 3.0},
     "sinks": {"sinks": True},
     "slopes": {"slopes": True},
-    "all": {"window": 6, "softcap": 2.0, "sinks": True, "slopes": True},
+    "biases": {"biases": True},
+    "all": {"window": 6, "softcap": 2.0, "sinks": True, "slopes": True, "biases": True},
 }
+
+
+def biases(heads: int, distances: int = 150) -> Tensor:
+    return torch.randn(heads, distances, generator=torch.Generator().manual_seed(7))
 
 
 def rule_of(name: str, heads: int) -> dict:
@@ -96,6 +106,8 @@ def rule_of(name: str, heads: int) -> dict:
         rule["sinks"] = torch.randn(heads)
     if "slopes" in rule:
         rule["slopes"] = torch.rand(heads)
+    if "biases" in rule:
+        rule["biases"] = biases(heads, 11)
     return rule
 
 
@@ -178,10 +190,10 @@ def test_native_equals_the_reference_over_many_parts(variant: str, dtype: torch.
     torch.testing.assert_close(got, want, atol=of_pairs(dtype, 1e-5), rtol=1e-4)
 
 
-@pytest.mark.parametrize("rule", [{}, {"window": 300}, {"chunk": 200}])
+@pytest.mark.parametrize("rule", [{}, {"window": 300}, {"chunk": 200}, {"biases": biases(6)}])
 def test_a_query_has_the_same_bits_whatever_stands_beside_it(variant: str, rule: dict) -> None:
     torch.manual_seed(0)
-    size = 340 if rule else 1000
+    size = 340 if rule.keys() & {"window", "chunk"} else 1000
     rows = [(500, 32), (600, 7), (0, 20)]
     k, v, *_ = filled(rows, size, 2, 24, 24, torch.bfloat16)
     q = torch.randn(3, 32, 6, 24)
@@ -201,7 +213,7 @@ def test_a_query_has_the_same_bits_whatever_stands_beside_it(variant: str, rule:
         assert (together[r, count:] == 0).all()
 
 
-@pytest.mark.parametrize("rule", [{}, {"window": 50}, {"chunk": 128}])
+@pytest.mark.parametrize("rule", [{}, {"window": 50}, {"chunk": 128}, {"biases": biases(4)}])
 def test_a_long_prompt_has_the_bits_of_its_tokens_one_by_one(variant: str, rule: dict) -> None:
     torch.manual_seed(0)
     rows = [(300, 600), (0, 530), (20, 0)]  # more new tokens than one native call takes
@@ -216,6 +228,19 @@ def test_a_long_prompt_has_the_bits_of_its_tokens_one_by_one(variant: str, rule:
         one = (counts > i).long()
         alone = ops.attend(q[:, i : i + 1], k, v, starts + i, one, *told(0.4, **rule))
         assert torch.equal(alone[:, 0], together[:, i])
+
+
+@pytest.mark.parametrize(("heads", "kv"), [(6, 2), (3, 3), (4, 1)])
+def test_queries_that_see_everything_have_biases_of_their_own(variant: str, heads: int, kv: int) -> None:
+    torch.manual_seed(0)
+    q, bias = torch.randn(1, 70, heads, 16), torch.randn(heads, 70, 70)
+    k, v = torch.randn(1, kv, 70, 16), torch.randn(1, kv, 70, 16)
+    sizes, params = torch.tensor([70]), AttentionParams(0.4)
+    got = ops.attend_whole(q, k, v, sizes, sizes, params, bias)
+    weights = (torch.einsum("rthd,rhsd->rhts", q, k.repeat_interleave(heads // kv, 1)) * 0.4 + bias).softmax(-1)
+    want = torch.einsum("rhts,rhsd->rthd", weights, v.repeat_interleave(heads // kv, 1))
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(attend_whole_reference(q, k, v, sizes, sizes, params, bias), want, atol=1e-5, rtol=1e-4)
 
 
 def test_neither_threads_nor_the_ring_s_size_change_a_bit(variant: str) -> None:

@@ -31,7 +31,7 @@ def expected(
 @pytest.mark.parametrize(
     ("heads", "kv", "dim", "dim_v"), [(4, 4, 8, 8), (6, 2, 64, 64), (5, 1, 24, 40), (7, 7, 128, 72), (8, 2, 256, 256)]
 )
-@pytest.mark.parametrize("name", ["plain", "window", "chunk", "softcap", "sinks", "slopes", "all"])
+@pytest.mark.parametrize("name", ["plain", "window", "chunk", "softcap", "sinks", "slopes", "biases", "all"])
 def test_it_is_attention(variant: str, heads: int, kv: int, dim: int, dim_v: int, name: str) -> None:
     torch.manual_seed(0)
     params = AttentionParams(
@@ -39,6 +39,7 @@ def test_it_is_attention(variant: str, heads: int, kv: int, dim: int, dim_v: int
         softcap=2.0 if name in ("softcap", "all") else None,
         sinks=torch.randn(heads) if name in ("sinks", "all") else None,
         slopes=torch.rand(heads) if name in ("slopes", "all") else None,
+        biases=torch.randn(heads, 40) if name in ("biases", "all") else None,
     )
     mask = CausalMask(window=50 if name in ("window", "all") else None, chunk=48 if name == "chunk" else None)
     k, v = rings(ROWS, SEEN if mask == CausalMask() else 199, kv, dim, dim_v)  # windows wrap

@@ -185,10 +185,8 @@ def test_rows_attended_to_together_equal_a_loop_over_positions(name: str, spans:
             padded = torch.nn.utils.rnn.pad_sequence(new, batch_first=True).to(DEVICE)
             table.write(padded, torch.zeros_like(starts), starts + counts)
         params, mask = told(0.3, **rule)
-        if params.sinks is not None:
-            params = params._replace(sinks=params.sinks.to(DEVICE))
-        if params.slopes is not None:
-            params = params._replace(slopes=params.slopes.to(DEVICE))
+        there = {name: x.to(DEVICE) for name, x in params._asdict().items() if isinstance(x, torch.Tensor)}
+        params = params._replace(**there)
         got = ops.attend(q.to(DEVICE), k, v, starts, counts, params, mask)
         torch.testing.assert_close(got.cpu(), want, atol=1e-5, rtol=1e-5)
 

@@ -10,6 +10,10 @@ BART = {
     "decoder_ffn_dim": 64, "encoder_attention_heads": 4, "decoder_attention_heads": 6, "max_position_embeddings": 250,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None,
 }  # fmt: skip
+T5 = {
+    "vocab_size": 99, "d_model": 48, "d_kv": 8, "d_ff": 80, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 6,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20, "decoder_start_token_id": 0,
+}  # fmt: skip
 
 
 def _config(name: str, **fields: Any) -> Any:
@@ -25,4 +29,12 @@ CASES = {
     "marian": partial(_config, "MarianConfig", **BART, scale_embedding=True, activation_function="swish"),
     "m2m_100": partial(_config, "M2M100Config", **BART),
     "pegasus": partial(_config, "PegasusConfig", **BART),
+    "t5": partial(_config, "T5Config", **T5),
+    "t5-gated": partial(
+        _config, "T5Config", **{**T5, "d_kv": 16, "num_heads": 2, "num_layers": 3, "num_decoder_layers": 2},
+        feed_forward_proj="gated-gelu", tie_word_embeddings=False,
+    ),
+    "mt5": partial(_config, "MT5Config", **T5),
+    "umt5": partial(_config, "UMT5Config", **{**T5, "relative_attention_num_buckets": 32,
+                                              "relative_attention_max_distance": 128}),
 }  # fmt: skip

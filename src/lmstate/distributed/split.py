@@ -130,6 +130,7 @@ class Splitter:
             gates=len(own) * (whole.gates // whole.heads),
             sinks=_at(whole.sinks, own),
             slopes=_at(whole.slopes, own),
+            biases=_at(whole.biases, own),
         )
 
     def mlp(self, whole: MLP) -> MLP:

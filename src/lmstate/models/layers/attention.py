@@ -48,7 +48,7 @@ class Attention(FusableLayer):
 
     `clip`: what the projections give is brought to within that of 0. `turned_weight` float32 `[D]` multiplies queries
     after they are rotated: where a norm comes after the rotation, that is what is left of it there. `out_norm`: of the
-    heads together, before `out`. `slopes` float32 `[H]`: see `ops.AttentionParams`.
+    heads together, before `out`. `slopes` float32 `[H]`, `biases` float32 `[H, M]`: see `ops.AttentionParams`.
     """
 
     qkv: Weight
@@ -76,6 +76,7 @@ class Attention(FusableLayer):
     turned_weight: Tensor | None = None
     out_norm: Norm | None = None
     slopes: Tensor | None = None
+    biases: Tensor | None = None
 
     @property
     def kind(self) -> str:
@@ -91,7 +92,7 @@ class Attention(FusableLayer):
 
     def sublayers(self, norm: Norm | None, post_norm: Norm | None, scale: float) -> tuple[ops.Sublayer, ...]:
         unknown = self.temperature is not None or self.clip is not None or self.turned_weight is not None
-        unknown = unknown or self.out_norm is not None or self.slopes is not None
+        unknown = unknown or self.out_norm is not None or self.slopes is not None or self.biases is not None
         if unknown or self.gates not in (0, self.heads) or self.gate_act != "sigmoid":
             return ()
         sublayer = ops.AttentionSublayer(
@@ -133,7 +134,7 @@ class Attention(FusableLayer):
             q = ops.rope(q, *rotation) * self.turned_weight
             new = None if new is None else (ops.rope(new[0], *rotation), new[1])
             rotation = None
-        params = ops.AttentionParams(self.scale, self.softcap, self.sinks, self.slopes)
+        params = ops.AttentionParams(self.scale, self.softcap, self.sinks, self.slopes, self.biases)
         seen = cache.attend(q, new, step, params, rotation)
         if self.gates:
             seen = gated(seen, behind, self.gate_act)

@@ -62,7 +62,7 @@ def attend(
             some = (counts - first).clamp(0, MOST)
             blocks.append(library.attention.attend(block, k, v, starts + first, some, params, mask))
         return torch.cat(blocks, dim=1)
-    if dispatch.gpu(q, k, v, params.sinks) and cuda.can_read(k, v):
+    if dispatch.gpu(q, k, v, params.sinks) and cuda.can_read(k, v) and params.biases is None:
         return cuda.attend(q, cast(SlabTable, k), cast(SlabTable, v), starts, counts, params, mask)
     return attend_reference(q, k, v, starts, counts, params, mask)
 
@@ -81,7 +81,7 @@ def attend_reference(
         return _attend_on_device(q, dense(k), dense(v), starts, counts, params, mask)
     spans, pieces = tuple(zip(starts.tolist(), counts.tolist())), []
     tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, params.sinks))
-    few = isinstance(k, SlabTable) and params.slopes is None and not (tracked or k.requires_grad or v.requires_grad)
+    few = isinstance(k, SlabTable) and not (params.reads_distance or tracked or k.requires_grad or v.requires_grad)
     for rows in rows_together(spans, q.shape[2] if few else 0):
         if len({spans[r] for r in rows}) > 1:
             assert isinstance(k, SlabTable) and isinstance(v, SlabTable)

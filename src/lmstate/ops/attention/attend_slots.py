@@ -24,7 +24,7 @@ def attend_observed(
     columns: AttentionSums,
 ) -> Tensor:
     """`ops.attend` over rings that have not wrapped; adds what each slot receives to `columns`."""
-    library = dispatch.native(q, k, v, params.sinks, params.slopes)
+    library = dispatch.native(q, k, v, params.sinks, params.slopes, params.biases)
     if library is None or not library.attention.can_attend(q, k, v):
         slots = torch.arange(k.shape[2], device=k.device).expand(k.shape[:3])
         return attend_slots(q, k, v, slots, starts, counts, params, columns=columns)

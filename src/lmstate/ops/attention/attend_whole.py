@@ -18,20 +18,25 @@ def attend_whole(
     lengths: Tensor,
     counts: Tensor,
     params: AttentionParams,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Attend to the first `lengths[r]` of what row r has stored; float32 `[R, T, H, Dv]`, of no meaning at padding.
 
     q: float32 `[R, T, H, D]`. k: `[R, K, S, D]`, v: `[R, K, S, Dv]`. lengths, counts: int64 `[R]` on the host; a row
-    without queries may have stored nothing. params: scale and softcap alone.
+    without queries may have stored nothing. params: scale and softcap alone. bias: float32 `[H, T, S]`, added to the
+    scores, where all rows have S.
 
     A native body takes the queries of a row as so many heads of one token that stands at the last position: it sees all
     of them, and to the body no head's result depends on the others.
     """
     rows, tokens, heads, _ = q.shape
     kv_heads = k.shape[1]
-    library = dispatch.native(q, k, v)
+    library = dispatch.native(q, k, v, bias)
     if library is None or not library.attention.can_attend(q, k, v):
-        return attend_whole_reference(q, k, v, lengths, counts, params)
+        return attend_whole_reference(q, k, v, lengths, counts, params, bias)
+    if bias is not None:  # by how far a key lies before the last position
+        grouped = bias.unflatten(0, (kv_heads, -1)).transpose(1, 2)  # [K, T, H / K, S]
+        params = params._replace(biases=grouped.flip(-1).reshape(heads * tokens, -1))
     folded = q.unflatten(2, (kv_heads, -1)).transpose(1, 2).reshape(rows, 1, heads * tokens, -1)
     seen = attend(folded, k, v, (lengths - 1).clamp(min=0), counts.clamp(max=1), params)
     return seen.view(rows, kv_heads, tokens, heads // kv_heads, -1).transpose(1, 2).flatten(2, 3)
@@ -44,6 +49,7 @@ def attend_whole_reference(
     lengths: Tensor,
     counts: Tensor,
     params: AttentionParams,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Plain torch in the dtype of k and v."""
     out = q.new_zeros(*q.shape[:3], v.shape[3])
@@ -55,6 +61,8 @@ def attend_whole_reference(
         scores = (q[r, :count].transpose(0, 1).to(keys.dtype) @ keys.mT).float() * params.scale
         if params.softcap is not None:
             scores = params.softcap * torch.tanh(scores / params.softcap)
+        if bias is not None:
+            scores = scores + bias[:, :count]
         out[r, :count] = (scores.softmax(-1).to(values.dtype) @ values).transpose(0, 1).float()
     return out
 

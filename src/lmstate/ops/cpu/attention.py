@@ -11,6 +11,7 @@ from torch import Tensor
 from lmstate.ops.cpu import abi
 from lmstate.ops.cpu.abi import KINDS, MAX_HEAD_DIM
 from lmstate.ops.cpu.arguments import (
+    biases_pointer,
     check_appended,
     check_attended,
     check_quantized_kv,
@@ -186,13 +187,14 @@ class AttentionBodies:
         attend = abi.ATTEND.pack(
             q=0 if out is None else q.data_ptr(), k=ring, v=0, starts=starts.data_ptr(), counts=counts.data_ptr(),
             sinks=sinks_pointer(params, heads), slopes=slopes_pointer(params, heads),
-            out=0 if out is None else out.data_ptr(), columns=sums, ends=ends, k_table=k_table, v_table=v_table,
-            rows=rows, tokens=tokens, heads=heads, kv_heads=kv_heads, slots=slots,
+            biases=biases_pointer(params, heads), out=0 if out is None else out.data_ptr(), columns=sums, ends=ends,
+            k_table=k_table, v_table=v_table, rows=rows, tokens=tokens, heads=heads, kv_heads=kv_heads, slots=slots,
             dim=dim, dim_v=dim_v, q_row=q_row, q_token=q_token, q_head=q_head, k_row=k_row, k_head=k_head,
             k_slot=k_slot, v_row=0, v_head=0, v_slot=0, table_row=table_row, block=block,
             planes=0 if columns is None else columns.sums.shape[2],
             kind=KINDS[dtype if tail is None else tail.dtype], window=mask.window or 0, chunk=mask.chunk or 0,
-            threads=torch.get_num_threads(), scale=params.scale, softcap=params.softcap or 0.0,
+            threads=torch.get_num_threads(), distances=0 if params.biases is None else params.biases.shape[1],
+            scale=params.scale, softcap=params.softcap or 0.0,
         )  # fmt: skip
         source_row, source_token, source_head = zip(strides_k, strides_v)
         arguments = abi.ATTEND_QUANTIZED.pack(

@@ -17,18 +17,26 @@ class AttentionParams(NamedTuple):
     """Scores are q k^T * scale, through softcap * tanh(scores / softcap) where there is one (Gemma 2).
 
     `sinks`: float32 `[H]`, a logit a head that takes part in the softmax and has no value (GPT-OSS). `slopes`: float32
-    `[H]`; a score loses a head's slope for each position between the key and the query (ALiBi, 2108.12409).
+    `[H]`; a score loses a head's slope for each position between the key and the query (ALiBi, 2108.12409). `biases`:
+    float32 `[H, M]`, added to the score of a key by its distance; one that lies M positions away or more has the last
+    (T5, 1910.10683).
     """
 
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
     slopes: Tensor | None = None
+    biases: Tensor | None = None
 
     @property
     def plain(self) -> bool:
         """Whether a softmax of scaled products is all there is."""
-        return self.softcap is None and self.sinks is None and self.slopes is None
+        return self.softcap is None and self.sinks is None and not self.reads_distance
+
+    @property
+    def reads_distance(self) -> bool:
+        """Whether scores depend on how far a key lies before its query."""
+        return self.slopes is not None or self.biases is not None
 
     def softmax(
         self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, distance: Tensor | None = None
@@ -36,7 +44,7 @@ class AttentionParams(NamedTuple):
         """q `[R, H, T, D]`, k `[R, K, S, D]`, v `[R, K, S, Dv]` -> `[R, H, T, Dv]`.
 
         visible: bool `[R, 1, T, S]` or `[T, S]`, or, if `plain`, what is added to the scores; None: causal, the last
-        query sees all. distance: how far a key lies before a query, like `visible`; read where there are slopes.
+        query sees all. distance: how far a key lies before a query, like `visible`; for slopes and biases.
         """
         tokens, stored = q.shape[2], k.shape[2]
         gqa = bool(q.shape[1] != k.shape[1])  # torch.compile may hold sizes as symbols, and SDPA takes no SymBool
@@ -74,6 +82,10 @@ class AttentionParams(NamedTuple):
         if self.slopes is not None:
             assert distance is not None
             scores = scores - self.slopes.view(-1, 1, 1) * distance
+        if self.biases is not None:
+            assert distance is not None
+            heads = torch.arange(len(self.biases), device=scores.device).view(-1, 1, 1)
+            scores = scores + self.biases[heads, distance.clamp(0, self.biases.shape[1] - 1)]
         scores = scores.masked_fill(~visible, -torch.inf)
         if self.sinks is None:
             return scores.softmax(-1)

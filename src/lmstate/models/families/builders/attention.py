@@ -28,6 +28,8 @@ def attention(
     v_norm: Norm | None = None,
     gate: bool = False,
     reads: int | None = None,
+    query: str = "q_proj",
+    key: str = "k_proj",
     value: str = "v_proj",
     gates: tuple[str, int] | None = None,
     out: str = "o_proj",
@@ -37,15 +39,15 @@ def attention(
     """Attention whose projections are `q_proj`, `k_proj`, `v_proj`, `o_proj` under `prefix`, with or without biases.
 
     `gate`: `q_proj` gives each query head's gate too. `gates`: a projection that gives them, without a bias: its name
-    and how many. `reads`: the layer whose keys and values this one attends to; it has none of its own. `value`,
-    `out`: other names for `v_proj` and `o_proj`. `biased`: whether biases must be there; None: where `attention_bias`
-    says so. `out_biased`: the same of `o_proj`; None: as of the others.
+    and how many. `reads`: the layer whose keys and values this one attends to; it has none of its own. `query`, `key`,
+    `value`, `out`: other names for the projections. `biased`: whether biases must be there; None: where
+    `attention_bias` says so. `out_biased`: the same of `o_proj`; None: as of the others.
     """
     width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     queries = width * (2 if gate else 1)
-    parts, widths = ["q_proj"], [queries]
+    parts, widths = [query], [queries]
     if reads is None:
-        parts, widths = [*parts, "k_proj", value], [queries, kv_width, kv_width]
+        parts, widths = [*parts, key, value], [queries, kv_width, kv_width]
     biased = w.config.bool("attention_bias", default=False) if biased is None else biased
     bias = biases(w, *(f"{prefix}.{part}.bias" for part in parts), wanted=biased)
     if gates is not None:

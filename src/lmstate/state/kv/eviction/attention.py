@@ -132,7 +132,7 @@ class EvictingState(KeyValueState):
     ) -> Tensor:
         chunk = self._enter(step)
         # Slopes want positions, and the slots of a ring are counted as such only where nothing was evicted.
-        uniform = self.slot_store.occupancy.uniform and self._as_ring(step) and params.slopes is None
+        uniform = self.slot_store.occupancy.uniform and self._as_ring(step) and not params.reads_distance
         ends = chunk.starts + chunk.counts
         columns = None if new is None or chunk.columns is None else AttentionSums(chunk.columns, ends)
         if columns is not None:

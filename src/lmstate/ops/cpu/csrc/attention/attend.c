@@ -35,9 +35,9 @@ static partial_softmax part_at(const attend_args *a, float *parts, int64_t index
 }
 
 /* scores -> weights of the positions low..end, and what was summed before is scaled to the new largest score. `own`:
- * where the query stands, behind the first position of the tile; `slope`: of its head. */
+ * where the query stands, behind the first position of the tile; `slope`, `bias`: of its head, or 0. */
 INLINE void softmax_update(const attend_args *a, float *scores, const partial_softmax *to, int64_t low, int64_t end,
-                           float slope, int64_t own) {
+                           float slope, const float *bias, int64_t own) {
   enum { VECTORS = SUB / VL };
   const vf scale = vf_set1((float)a->scale), cap = vf_set1((float)a->softcap);
   vf s[VECTORS], largest = vf_set1(-INFINITY), sum = vf_zero();
@@ -49,6 +49,14 @@ INLINE void softmax_update(const attend_args *a, float *scores, const partial_so
     float less[SUB];
     for (int t = 0; t < SUB; t++) less[t] = slope * (float)(own - t);
     UNROLL16 for (int i = 0; i < VECTORS; i++) s[i] = vf_sub(s[i], vf_load(less + i * VL));
+  }
+  if (bias) {
+    float more[SUB];
+    for (int t = 0; t < SUB; t++) {
+      const int64_t distance = own < t ? 0 : own - t; /* a key behind the query is not seen */
+      more[t] = bias[distance < a->distances ? distance : a->distances - 1];
+    }
+    UNROLL16 for (int i = 0; i < VECTORS; i++) s[i] = vf_add(s[i], vf_load(more + i * VL));
   }
   if (low > 0 || end < SUB) {
     UNROLL16 for (int i = 0; i < VECTORS; i++) vf_store(scores + i * VL, s[i]);
@@ -78,7 +86,7 @@ INLINE void softmax_update(const attend_args *a, float *scores, const partial_so
 
 /* Up to TILE queries over positions b..b + SUB of one kv head. */
 static void tile(const attend_args *a, const source *s, const float *const *q, const int64_t *low, const int64_t *end,
-                 const float *slope, const partial_softmax *to, int queries, int64_t b) {
+                 const float *slope, const float *const *bias, const partial_softmax *to, int queries, int64_t b) {
   int64_t first = b + SUB, last = b;
   for (int j = 0; j < queries; j++) {
     if (low[j] < first) first = low[j];
@@ -95,7 +103,7 @@ static void tile(const attend_args *a, const source *s, const float *const *q, c
   for (int j = 0; j < queries; j++) {
     const int64_t seen = low[j] > b ? (low[j] < b + SUB ? low[j] - b : SUB) : 0;
     const int64_t until = end[j] < b + SUB ? (end[j] > b ? end[j] - b : 0) : SUB;
-    softmax_update(a, scores[j], &to[j], seen, until, slope[j], end[j] - 1 - b);
+    softmax_update(a, scores[j], &to[j], seen, until, slope[j], bias[j], end[j] - 1 - b);
     if (to[j].weights) {
       memcpy(to[j].weights + b, scores[j], SUB * sizeof(float));
       to[j].peaks[b / SUB] = *to[j].largest;
@@ -266,7 +274,7 @@ static void run_chunk(const attend_args *a, const attend_plan *all, int64_t numb
     const source read = wide ? widened(a, &floats, b, from, until, &tile_floats) : floats;
     int queries;
     for (int64_t j = first_token * group; j < n; j += queries) {
-      const float *q[TILE];
+      const float *q[TILE], *bias[TILE];
       int64_t low[TILE], end[TILE];
       float slope[TILE];
       partial_softmax to[TILE];
@@ -277,13 +285,14 @@ static void run_chunk(const attend_args *a, const attend_plan *all, int64_t numb
         q[i] = queries_of_row + token * a->q_token + head * a->q_head;
         low[i] = low_of(a, start + token), end[i] = start + token + 1;
         slope[i] = a->slopes ? a->slopes[head] : 0;
+        bias[i] = a->biases ? a->biases + head * a->distances : NULL;
         to[i] = part_at(a, all->parts, first_part + j + i);
         if (a->columns) {
           const int64_t query = query_number(a, all, r, token, head);
           to[i].weights = all->weights + query * all->padded, to[i].peaks = all->peaks + query * (all->padded / SUB);
         }
       }
-      tile(a, j < far ? &read : &coded, q, low, end, slope, to, queries, b);
+      tile(a, j < far ? &read : &coded, q, low, end, slope, bias, to, queries, b);
     }
   }
 }

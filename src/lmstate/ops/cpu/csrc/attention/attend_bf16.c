@@ -24,7 +24,7 @@ int attends_bf16(const attend_args *a, const attend_plan *plan, int64_t r) {
   /* Not where the weights decide what is forgotten, nor over keys that are codes alone; over codes at all not where a
    * decode step would wait for a layout that only a prompt in tiles pays for. */
   if (plan->codes && (uses_amx() || !plan->codes->tail)) return 0;
-  return a->kind == BF16 && !plan->extra_key && !a->columns && !a->slopes && rounds_to_bf16();
+  return a->kind == BF16 && !plan->extra_key && !a->columns && !a->slopes && !a->biases && rounds_to_bf16();
 }
 
 /* What number i of 16 is in `low` and `high`, as pairs. */
