@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import Any
 
@@ -97,3 +100,19 @@ def test_an_answer_outlives_a_replica_that_is_drained(cluster: Any, alone: Engin
     assert answer.moves == 1
     draining.join(120)
     wait_until(lambda: whole(cluster) and drained["id"] not in [one["id"] for one in cluster.status()])
+
+
+def test_nothing_is_left_of_a_server_that_is_stopped_before_ray_runs(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    serve = ["serve", str(folder), "--replicas", "2", "--store", f"file://{tmp_path / 'store'}", "--port", "0"]
+    with TemporaryDirectory() as temporary:  # a short name: Ray has sockets below it
+        process = subprocess.Popen([sys.executable, "-m", "lmstate", *serve], env={**os.environ, "TMPDIR": temporary})
+        try:
+            wait_until(lambda: any(Path(temporary).glob("lmstate-token-*/token")) or process.poll() is not None)
+            assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) > 0
+        finally:
+            process.kill()
+            process.wait()
+        assert not os.listdir(temporary)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 import typer
@@ -23,6 +27,16 @@ def check_replicas(replicas: int, store: str | None, one: bool) -> None:
             f"--replicas {replicas} was asked for without --store: sessions would be lost with their replica. Give the "
             "URL of a store that all share, or --store none for no sessions"
         )
+
+
+@contextmanager
+def leaves_on_sigterm() -> Iterator[None]:
+    """Have SIGTERM leave the block as an error does, so that folders and processes end with it."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def replicated(model: str, replicas: int, address: str | None, how: EngineOptions) -> Cluster:

@@ -18,7 +18,7 @@ import typer
 from lmstate.checkpoints.hub import served_name
 from lmstate.cli import options
 from lmstate.cli.output import note
-from lmstate.cli.replicas import check_replicas, front_of, replicated
+from lmstate.cli.replicas import check_replicas, front_of, leaves_on_sigterm, replicated
 from lmstate.cli.served import EngineOptions, adapted_sources, models_in, read_adapters, sources
 
 
@@ -230,6 +230,7 @@ def serve(
             stall,
         )
         if clustered:
+            ending.enter_context(leaves_on_sigterm())  # Ray and the server have handlers of their own later
             engine = front_of(ending.enter_context(replicated(names[0], replicas, cluster, how)))
             server = make_server(engine, settings)
             about = f"{replicas} replicas, {engine.rows} rows, context {engine.model.context_size or 'any'}"
