@@ -35,6 +35,7 @@ from lmstate.serve.openapi import document
 from lmstate.serve.settings import Settings
 from lmstate.serve.wire.access_log import AccessLog
 from lmstate.serve.wire.errors import ApiError
+from lmstate.serve.wire.large_bodies import LargeBodies
 from lmstate.serve.wire.linger import Linger
 from lmstate.serve.wire.owned_records import OwnedRecords
 from lmstate.serve.wire.request_id import RequestIds
@@ -263,6 +264,7 @@ def create_app(models: Engine | ModelPool, settings: Settings, *, close_engine: 
             Middleware(RequestIds),
             Middleware(AccessLog),
             Middleware(Guard, settings=settings, open_paths=page.OPEN_PATHS),
+            Middleware(LargeBodies, most=max(settings.max_bodies, settings.max_body)),
         ],
         exception_handlers={HTTPException: _http_error, Exception: _failed},
         lifespan=lifespan,

@@ -25,10 +25,12 @@ class Settings:
     log_prompts: bool = False
     shared: bool = False  # all API keys share sessions, responses, conversations and prefixes
     max_body: int = 16 * 2**20
+    max_bodies: int = 64 * 2**20  # of all large bodies that are worked on at a time
     max_snapshot: int = 2**32  # of a session's file that a client sends
     max_new_tokens: int = 4096  # when a request does not say; the context ends an answer too
     picture_hosts: tuple[str, ...] = ()  # that pictures may be fetched from; data URLs always may
     max_inputs: int = 2048  # prompts in one completions or embeddings request
+    max_input_tokens: int = 300_000  # of one embeddings or rerank request together, as OpenAI has it
     max_connections: int = 4096  # fewer where the limit of open files is lower
     header_timeout: float = 20.0
     keep_alive: int = 30  # a connection with no request is closed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 MOST_NESTED = 256
@@ -11,19 +11,32 @@ SCALARS = frozenset((str, int, float, bool, type(None)))  # most of what there i
 NESTING = (dict, list, tuple, Mapping)
 
 
-def is_deeper(value: Any, most: int) -> bool:
-    """Whether a value is nested more than `most` deep, looked at level by level: it may be deeper than the stack."""
-    level = [value] if isinstance(value, NESTING) else []
+def values_in(value: Any) -> Collection[Any]:
+    """The values in an array or an object."""
+    return value if isinstance(value, list | tuple) else value.values()
+
+
+def is_deeper(
+    value: Any,
+    most: int,
+    nesting: tuple[type, ...] = NESTING,
+    inside: Callable[[Any], Collection[Any]] = values_in,
+) -> bool:
+    """Whether a value is nested more than `most` deep, looked at level by level: it may be deeper than the stack.
+
+    nesting  types of values that have others `inside`
+    """
+    level = [value] if isinstance(value, nesting) else []
     for _ in range(most):
-        inside = [
+        found = [
             child
             for parent in level
-            for child in (parent if isinstance(parent, list | tuple) else parent.values())
-            if type(child) not in SCALARS and isinstance(child, NESTING)
+            for child in inside(parent)
+            if type(child) not in SCALARS and isinstance(child, nesting)
         ]
-        if not inside:
+        if not found:
             return False
-        level = list({id(child): child for child in inside}.values())  # each once: a list may hold itself twice
+        level = list({id(child): child for child in found}.values())  # each once: a list may hold itself twice
     return True
 
 

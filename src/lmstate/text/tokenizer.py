@@ -6,10 +6,11 @@ import json
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from lmstate.errors import ModelError
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 BROKEN = "\ufffd"  # what stands in decoded text for bytes that are not UTF-8, or not yet
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 LONG = 2**14  # characters or ids that take so long that other threads are to run meanwhile
+VERY_LONG = 2**18  # characters of a text that is encoded by itself: it takes up to a hundred bytes of memory for each
+_ENCODING = Lock()
 MOST_IDS = 2**22  # an id past this is of no vocabulary
 MOST_GROWTH, MOST_STEPS = 256, 1000  # of a normalizer or a decoder: how much longer it makes a text; its parts
 
@@ -305,8 +308,10 @@ def _ids(inner: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> li
         if len(text) < LONG:
             return list(inner.encode(text, add_special_tokens=add_special_tokens).ids)
         # Other threads run while a batch is encoded, and wait while a text is: more than a second for a megabyte.
-        (encoding,) = inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return list(encoding.ids)
+        alone: AbstractContextManager[Any] = _ENCODING if len(text) >= VERY_LONG else nullcontext()
+        with alone:
+            (encoding,) = inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return list(encoding.ids)
 
 
 def _build(source: Path | str) -> tokenizers.Tokenizer:

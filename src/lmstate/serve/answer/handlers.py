@@ -16,11 +16,10 @@ from starlette.responses import Response
 from lmstate.serve.settings import Settings
 from lmstate.serve.wire.body import parse_body
 from lmstate.serve.wire.errors import ApiError, as_api_error
+from lmstate.serve.wire.large_bodies import LARGE, current_share
 from lmstate.serve.wire.sse import dumps
 
 log = logging.getLogger("lmstate.serve")
-
-LARGE = 2**18  # bytes of a body that is read beside the event loop: its JSON may take longer than a token
 
 T = TypeVar("T")
 Handler = Callable[..., Awaitable[Any]]  # of the service, the request and, where its path has one, the body
@@ -54,7 +53,8 @@ async def read_body(settings: Settings, request: Request, form: type[T]) -> T:
     body = await read_bytes(settings, request)
     if len(body) < LARGE:
         return parse_body(body, form)
-    return await asyncio.to_thread(parse_body, body, form)
+    async with current_share.get().alone:
+        return await asyncio.to_thread(parse_body, body, form)
 
 
 async def read_bytes(settings: Settings, request: Request) -> bytes:
@@ -63,9 +63,12 @@ async def read_bytes(settings: Settings, request: Request) -> bytes:
     if encoding != "identity":
         raise ApiError(f"the body is encoded as {encoding[:40]!r}: send it as it is", 415, code="unsupported_encoding")
     too_long = ApiError(f"the body has more than {most} bytes", 413, code="body_too_large")
+    share = current_share.get()
     length = request.headers.get("content-length", "")
-    if length.isdigit() and len(length) < 20 and int(length) > most:
-        raise too_long
+    if length.isdigit() and len(length) < 20:
+        if int(length) > most:
+            raise too_long
+        share.grow(int(length))
     pieces, size = [], 0
     try:
         async with asyncio.timeout(settings.body_timeout):
@@ -73,6 +76,7 @@ async def read_bytes(settings: Settings, request: Request) -> bytes:
                 size += len(piece)
                 if size > most:
                     raise too_long
+                share.grow(size)
                 pieces.append(piece)
     except TimeoutError:
         raise ApiError("the body did not come in time", 408) from None

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lmstate.serve")
 
+BEGINNING = 16  # characters for each token of the context: four times as many as texts need
+
 
 @dataclass(frozen=True)
 class Constraint:
@@ -186,15 +188,27 @@ class Service:
         request.when_done(lambda request: context.run(self._done, request))
         return request
 
-    def room(self, length: int) -> int:
-        """Tokens that an answer to a prompt of this length may have. Raises `ApiError` if there is no room."""
+    def refuse_long(self, text: str) -> None:
+        """Raise `ApiError` for a text whose beginning alone is far too long: to tokenize all of it takes seconds a
+        megabyte, and a hundred bytes of memory a token."""
+        if self.context is None or len(text) <= 2 * (most := BEGINNING * self.context):
+            return
+        count = len(self.tokenizer.encode(text[:most], add_special_tokens=False))
+        if count > 2 * self.context:
+            self.room(count, f", in the first {most} of its {len(text)} characters alone")
+
+    def room(self, length: int, counted: str = "") -> int:
+        """Tokens that an answer to a prompt of this length may have. Raises `ApiError` if there is no room.
+
+        `counted`: where in the prompt so many tokens are, if it was not read as a whole.
+        """
         if self.context is None:
             return 2**31
         if length >= self.context:
             raise ApiError(
                 # Clients tell an overflow, which they make room after, by words: Anthropic's, and OpenAI's.
-                f"prompt is too long: {length} tokens > {self.context} maximum. This model's maximum context length is "
-                f"{self.context} tokens: shorten the prompt",
+                f"prompt is too long: {length} tokens > {self.context} maximum{counted}. This model's maximum context "
+                f"length is {self.context} tokens: shorten the prompt",
                 code="context_length_exceeded",
             )
         return self.context - length
@@ -228,6 +242,8 @@ class Service:
             params = replace(params, stop=())  # there is no text for it to end, and arguments are to be whole
 
         def prepare() -> tuple[Prompt, tuple[str, str] | None, AnswerMaker]:
+            if tokens is None:
+                self.refuse_long("".join(message.content for message in chat.messages))
             prompt = self.renderer.prompt(chat, tokens)
             written = self._grammar(prompt, use, constraint)
             return prompt, written, self.maker(prompt, use, params, call_prefix)

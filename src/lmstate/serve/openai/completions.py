@@ -328,6 +328,7 @@ def prompt_ids(service: Service, prompt: Any, name: str, suffix: str | None = No
     if suffix:
         return fill_in(service, prompt, suffix)
     if isinstance(prompt, str):
+        service.refuse_long(prompt)
         tokens = service.tokenizer.encode(prompt)
     elif isinstance(prompt, list):
         tokens = check_ids(prompt, name, service.vocab_size)

@@ -18,6 +18,7 @@ from lmstate.serve.answer.handlers import json_response
 from lmstate.serve.answer.service import Service
 from lmstate.serve.openai.completions import as_list, prompt_ids
 from lmstate.serve.wire.body import wrong
+from lmstate.serve.wire.errors import ApiError
 from lmstate.serve.wire.schema.completions import EmbeddingBody
 from lmstate.serve.wire.sse import unless_gone
 
@@ -91,11 +92,17 @@ def check_dimensions(service: Service, asked: int | None) -> None:
 async def embedded(
     service: Service, request: Request, prompts: list[list[int]], pooling: str | None = None, size: int | None = None
 ) -> list[Tensor]:
-    """The vector of each sequence, in turn. `pooling` None: the checkpoint's own, else mean."""
+    """The vector of each sequence, in turn. `pooling` None: the checkpoint's own, else mean. Raises `ApiError`."""
     pooling = pooling or service.model.defaults.get("pooling", "mean")
     if pooling not in POOLINGS:
         own = f"one of {', '.join(POOLINGS)}; the checkpoint's own, {pooling!r}, is not supported"
         raise wrong("pooling", own, None)
+    if (total := sum(map(len, prompts))) > (most := service.settings.max_input_tokens):
+        raise ApiError(
+            f"the inputs have {total} tokens together; one request has at most {most}: send them in several requests",
+            param="input",
+            code="too_many_tokens",
+        )
     vectors = []
     for tokens in prompts:
         hidden = await unless_gone(request.receive, hidden_states(service, tokens))

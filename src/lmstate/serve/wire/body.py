@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
+from threading import Lock
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import Struct
 
 from lmstate.serve.wire.errors import ApiError
-from lmstate.text.nesting import is_deeper
+from lmstate.text.nesting import NESTING, is_deeper, values_in
 
 T = TypeVar("T")
 
 MAX_DEPTH = 100  # of nested arrays and objects; a JSON schema of a deep tool goes to about 30
 MAX_WHOLE_FLOATS = 64  # fields of one body that say 1.0 for 1
+MAX_BRACKETS = 2**20  # that open an array or an object, in texts too: each may become a hundred bytes of memory
 SHOWN_LENGTH = 80  # characters of a wrong value in an error
+_READING_FORMS = Lock()
 STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]|\[\.\.\.\]")
 WORDS = {
     "string": "a string",
@@ -52,11 +56,20 @@ def parse_json(text: bytes, depth: int = MAX_DEPTH) -> Any:
 
 def parse_body(body: bytes, form: type[T], depth: int = MAX_DEPTH) -> T:
     """The body of a request as a struct. Raises `ApiError`."""
-    return read(parse_json(body, depth), form)
+    if len(body) > MAX_BRACKETS and body.count(b"{") + body.count(b"[") > MAX_BRACKETS:
+        raise ApiError(f"the body has more than {MAX_BRACKETS} arrays and objects", 413, code="body_too_large")
+    try:  # at once, without the values of fields that no struct has
+        value: T = _decoder(form).decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return read(parse_json(body, depth), form)
+    if is_deeper(value, depth, (*NESTING, Struct), _values_in):
+        raise ApiError(f"the body is nested more than {depth} deep", code="invalid_json")
+    return value
 
 
 def read(value: Any, form: type[T], path: str = "") -> T:
     """A JSON value as a struct. Raises `ApiError` that names the field at fault, `path` before it."""
+    _decoder(form)
     for _ in range(MAX_WHOLE_FLOATS):
         try:
             return msgspec.convert(value, form)
@@ -70,10 +83,34 @@ def read(value: Any, form: type[T], path: str = "") -> T:
     raise ApiError(f"{path or 'the body'} has too many fields that are written as 1.0 in the place of 1")
 
 
+@cache
+def _decoder(form: Any) -> msgspec.json.Decoder[Any]:
+    """The decoder of a form. msgspec reads a struct's fields when it first meets it, and two threads that do so at once
+    end the process."""
+    with _READING_FORMS:
+        return msgspec.json.Decoder(form)
+
+
 def wrong(path: str, expected: str, value: Any) -> ApiError:
     """The error for a field whose value is not what it must be."""
-    shown = "missing" if value is None else f"{kind(value)}: {json.dumps(value)[:SHOWN_LENGTH]}"
+    shown = "missing" if value is None else f"{kind(value)}: {_beginning(value)}"
     return ApiError(f"{path} must be {expected}; it is {shown}", param=path)
+
+
+def _beginning(value: Any) -> str:
+    """The first characters of a value's JSON. The rest of it, which may be long, is not written."""
+    if isinstance(value, str):
+        value = value[:SHOWN_LENGTH]
+    text = ""
+    for piece in json.JSONEncoder(check_circular=False).iterencode(value):  # else a cycle keeps the value
+        text += piece[:SHOWN_LENGTH]
+        if len(text) >= SHOWN_LENGTH:
+            break
+    return text[:SHOWN_LENGTH]
+
+
+def _values_in(value: Any) -> Collection[Any]:
+    return [getattr(value, name) for name in value.__struct_fields__] if isinstance(value, Struct) else values_in(value)
 
 
 def kind(value: Any) -> str:
