@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lmstate import ops
@@ -59,12 +58,11 @@ class CrossAttention:
 class BidirectionalAttention:
     """The attention of an encoder: each token sees all of the text, which comes as one piece and leaves no state.
 
-    `attention`: its weights. `window`: how far a token sees to either side (T5Gemma); None: everything.
+    `attention`: its weights. `bias`: of the scores, by distance; None: none.
     """
 
     attention: Attention
     bias: RelativeBias | None = None
-    window: int | None = None
 
     @property
     def kind(self) -> str:
@@ -84,20 +82,7 @@ class BidirectionalAttention:
         keys, values = (part.transpose(1, 2).contiguous() for part in (k, v))
         length = integers([x.shape[1]])
         params = ops.AttentionParams(own.scale, own.softcap)
-        seen = ops.attend_whole(q, keys, values, length, length, params, self.added(step))
+        bias = self.bias
+        biases = None if bias is None else step.cached(bias, lambda: bias.between(step.width))
+        seen = ops.attend_whole(q, keys, values, length, length, params, biases)
         return ops.linear(seen.flatten(-2), own.out, own.out_bias, residual=residual)
-
-    def added(self, step: Step) -> Tensor | None:
-        """What is added to the scores, float32 `[H, S, S]`; None: nothing."""
-        if (bias := self.bias) is not None:
-            return step.cached(bias, lambda: bias.between(step.width))
-        if self.window is None or step.width <= self.window:
-            return None
-        return step.cached(("window", self.window), lambda: self._hidden(step))
-
-    def _hidden(self, step: Step) -> Tensor:
-        """A mask of minus infinity outside of each token's window, `[H, S, S]`."""
-        at = torch.arange(step.width, device=step.device)
-        far = (at[:, None] - at).abs() >= (self.window or 0)
-        hidden = torch.zeros(far.shape, device=step.device).masked_fill(far, -torch.inf)
-        return hidden.expand(self.attention.heads, -1, -1)
