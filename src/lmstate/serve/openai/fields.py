@@ -210,7 +210,7 @@ class StreamUsage:
 
 
 def system_fingerprint(service: Service) -> str:
-    """What computes the answers: the weights and the config of the model."""
+    """A name of the weights and the config that compute the answers."""
     return f"lmstate-{service.model.fingerprint[:16]}"
 
 

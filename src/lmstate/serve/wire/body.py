@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Sequence
 from functools import cache
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec import Struct
@@ -59,7 +59,7 @@ def parse_body(body: bytes, form: type[T], depth: int = MAX_DEPTH) -> T:
     if len(body) > MAX_BRACKETS and body.count(b"{") + body.count(b"[") > MAX_BRACKETS:
         raise ApiError(f"the body has more than {MAX_BRACKETS} arrays and objects", 413, code="body_too_large")
     try:  # at once, without the values of fields that no struct has
-        value: T = _decoder(form).decode(body)
+        value: T = _decoder(cast("Any", form)).decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return read(parse_json(body, depth), form)
     if is_deeper(value, depth, (*NESTING, Struct), _values_in):
@@ -69,7 +69,7 @@ def parse_body(body: bytes, form: type[T], depth: int = MAX_DEPTH) -> T:
 
 def read(value: Any, form: type[T], path: str = "") -> T:
     """A JSON value as a struct. Raises `ApiError` that names the field at fault, `path` before it."""
-    _decoder(form)
+    _decoder(cast("Any", form))
     for _ in range(MAX_WHOLE_FLOATS):
         try:
             return msgspec.convert(value, form)
