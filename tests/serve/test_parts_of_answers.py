@@ -137,8 +137,9 @@ def test_the_input_of_a_call_that_was_cut_off_is_what_the_library_reads_from_the
     seen = []
     with anthropic.Anthropic(base_url=thinking.url, api_key="none", max_retries=0) as claude:
         for most in range(40, len(call) + 20, 3):
-            message = says(MESSAGES, f"<tool_call>\n{call}\n</tool_call>", max_tokens=most).json()
-            with claude.messages.stream(**{**BODIES[MESSAGES], "max_tokens": most}) as stream:
+            text = f"<tool_call>\n{call}\n</tool_call>"
+            message = says(MESSAGES, text, max_tokens=most).json()
+            with saying(thinking, text), claude.messages.stream(**{**BODIES[MESSAGES], "max_tokens": most}) as stream:
                 streamed = stream.get_final_message()
             assert [block["type"] for block in message["content"]] == ["tool_use"]
             seen.append(message["content"][0]["input"])
