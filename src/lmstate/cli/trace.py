@@ -20,7 +20,7 @@ def trace(
     ] = None,
     tolerance: Annotated[
         float,
-        typer.Option("--tolerance", min=0.0, help="Largest difference that is none, relative to the stream's size."),
+        typer.Option("--tolerance", min=0.0, help="Ignore smaller differences, relative to the stream's size."),
     ] = 1e-5,
     threads: options.Threads = None,
     device: options.Device = None,

@@ -57,7 +57,11 @@ def parse_json(text: bytes, depth: int = MAX_DEPTH) -> Any:
 def parse_body(body: bytes, form: type[T], depth: int = MAX_DEPTH) -> T:
     """The body of a request as a struct. Raises `ApiError`."""
     if len(body) > MAX_BRACKETS and body.count(b"{") + body.count(b"[") > MAX_BRACKETS:
-        raise ApiError(f"the body has more than {MAX_BRACKETS} arrays and objects", 413, code="body_too_large")
+        raise ApiError(
+            f"the body has more than {MAX_BRACKETS} of the brackets that open arrays and objects",
+            413,
+            code="body_too_large",
+        )
     try:  # at once, without the values of fields that no struct has
         value: T = _decoder(cast("Any", form)).decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
