@@ -1,6 +1,8 @@
 """`python -m bench`: our own numbers, quick. `python -m bench compare`: beside the peers that are installed.
 
-With transformers installed, `compare` also times the hybrids of `bench.hybrids` beside it, on random weights.
+With transformers installed, `compare` also times the hybrids of `bench.hybrids` beside it, on random weights. OpenVINO
+and vLLM take folders: `optimum-cli export openvino -m FOLDER --task text-generation-with-past --weight-format int4
+--group-size 32 --ratio 1.0 OUT` writes the one, transformers' `save_pretrained` the other.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import sys
 from pathlib import Path
 
 from bench import hybrids, record
-from bench.compare import CASES, QUICK, compare, markdown, plot, start
+from bench.compare import CASES, QUICK, Peer, compare, markdown, plot, start
 
 KINDS = ("int4", "int4/8", "int8", "bfloat16", "float32")
 
@@ -32,6 +34,10 @@ def main() -> None:
     parser.add_argument(
         "--llama-python", default=sys.executable, help="a python that has llama-cpp-python (its own environment, say)"
     )
+    for name in ("openvino", "vllm"):
+        parser.add_argument(
+            f"--{name}-python", nargs=2, metavar=("PYTHON", "FOLDER"), help=f"a python that has {name}, and its model"
+        )
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for the JSON and the chart")
     parser.add_argument(
         "--record", action="store_true", help="store the result in bench/results, for docs/performance.md"
@@ -41,23 +47,27 @@ def main() -> None:
     from lmstate.checkpoints.hub import resolve
 
     path = str(resolve("smollm2"))
-    engines = {f"lmstate:{kind}": sys.executable for kind in KINDS}
+    engines = {f"lmstate:{kind}": Peer(sys.executable, path) for kind in KINDS}
     shapes: list[str] = []
     if options.what == "compare":
         if has(sys.executable, "transformers"):
             shapes = [name for name in hybrids.SHAPES if any(part in name for part in options.case or [""])]
-            engines |= {f"transformers:{kind}": sys.executable for kind in ("bfloat16", "float32")}
+            engines |= {f"transformers:{kind}": Peer(sys.executable, path) for kind in ("bfloat16", "float32")}
         if has(options.llama_python, "llama_cpp"):
-            engines["llama.cpp"] = options.llama_python
+            engines["llama.cpp"] = Peer(options.llama_python, path)
+        if options.openvino_python:
+            engines["openvino"] = Peer(*options.openvino_python)
+        if options.vllm_python:
+            engines["vllm:bfloat16"] = Peer(*options.vllm_python)
     if options.engine:
         known = ", ".join(engines)
-        engines = {name: python for name, python in engines.items() if name.startswith(tuple(options.engine))}
+        engines = {name: peer for name, peer in engines.items() if name.startswith(tuple(options.engine))}
         if not engines:
             parser.error(f"--engine {' '.join(options.engine)}: there are {known}")
     cases = CASES if options.what == "compare" else QUICK
     if options.case:
         cases = tuple(case for case in CASES if any(part in case.name for part in options.case))
-    result = compare(engines, path, cases, options.rounds, options.threads)
+    result = compare(engines, cases, options.rounds, options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
     print(f"{result['machine']}; medians of {options.rounds} rounds, least and most in brackets\n")
     if cases:

@@ -91,9 +91,17 @@ class Process:
             raise Crashed(f"answered {line[:80]!r}") from error
 
 
+@dataclass(frozen=True)
+class Peer:
+    """An engine of `worker.py`: the python that has it, and the file or folder that it opens."""
+
+    python: str
+    path: str
+
+
 @contextmanager
-def process(engine: str, python: str, path: str, threads: int) -> Iterator[Process]:
-    worker = Process(engine, python, path, threads)
+def process(engine: str, peer: Peer, threads: int) -> Iterator[Process]:
+    worker = Process(engine, peer.python, peer.path, threads)
     try:
         yield worker
     finally:
@@ -101,10 +109,8 @@ def process(engine: str, python: str, path: str, threads: int) -> Iterator[Proce
         worker.process.wait()
 
 
-def compare(
-    engines: dict[str, str], path: str, cases: tuple[Case, ...] = CASES, rounds: int = 5, threads: int = 2
-) -> dict:
-    """Time every case on every engine (name -> the python that has it), round by round, alternating.
+def compare(engines: dict[str, Peer], cases: tuple[Case, ...] = CASES, rounds: int = 5, threads: int = 2) -> dict:
+    """Time every case on every engine, round by round, alternating.
 
     Returns the machine, the versions, and for each case and engine the median and the extremes of tokens a second, the
     process's peak bytes so far, and where a step's bytes are known which share of the bandwidth between the rounds it
@@ -112,7 +118,7 @@ def compare(
     """
     rows = []
     with ExitStack() as stack:
-        workers = [stack.enter_context(process(name, python, path, threads)) for name, python in engines.items()]
+        workers = [stack.enter_context(process(name, peer, threads)) for name, peer in engines.items()]
         for case in cases:
             times: dict[str, list[float]] = {worker.engine: [] for worker in workers}
             crashed = {worker.engine for worker in workers if worker.failure is not None}

@@ -1,9 +1,10 @@
 """One engine in a process of its own: it loads SmolLM2 once, then times what it is asked for, a line of JSON each.
 
-`python worker.py ENGINE GGUF` with ENGINE one of lmstate:int4, lmstate:int4/8, lmstate:int8, lmstate:bfloat16,
-lmstate:float32, transformers:bfloat16, transformers:float32, llama.cpp. Reads a line of {"case": ..., "at": ...,
-"tokens": ..., "rows": ...} and answers {"seconds": ..., "peak": bytes}. It imports nothing of lmstate unless that is
-the engine, so that a peer may live in another environment.
+`python worker.py ENGINE PATH` with ENGINE one of lmstate:int4, lmstate:int4/8, lmstate:int8, lmstate:bfloat16,
+lmstate:float32, transformers:bfloat16, transformers:float32, llama.cpp, whose PATH is the GGUF file, and openvino and
+vllm:bfloat16, whose PATH is a folder. Reads a line of {"case": ..., "at": ..., "tokens": ..., "rows": ...} and answers
+{"seconds": ..., "peak": bytes}. It imports nothing of lmstate unless that is the engine, so that a peer may live in
+another environment.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ class Engine(Protocol):
     version: str
     reads: int  # bytes that a step of what was decoded last reads at least; 0: not known
 
-    def prefill(self, ids: list[int]) -> Callable[[], None]:
-        """What feeds `ids` to an empty state when called."""
+    def prefill(self, ids: list[int]) -> Callable[[], float | None]:
+        """What feeds `ids` to an empty state when called. It returns the seconds, or None: the call is what counts."""
         ...
 
-    def decode(self, ids: list[int], tokens: int, rows: int) -> Callable[[], None]:
-        """What decodes `tokens` one by one after `ids` when called, again and again from the same place."""
+    def decode(self, ids: list[int], tokens: int, rows: int) -> Callable[[], float | None]:
+        """What decodes `tokens` one by one after `ids` when called, again and again from the same place. As above."""
         ...
 
 
@@ -145,6 +146,76 @@ class LlamaCpp:
         return run
 
 
+class OpenVino:
+    """A folder that `optimum-cli export openvino` wrote; prefixes are not kept, so that a prompt is read each time."""
+
+    reads = 0
+
+    def __init__(self, path: str) -> None:
+        import numpy
+        import openvino
+        import openvino_genai
+
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.enable_prefix_caching = False
+        scheduler.max_num_batched_tokens = 8 * LONGEST
+        scheduler.cache_size = 1  # GiB
+        self.model = openvino_genai.LLMPipeline(path, "CPU", scheduler_config=scheduler, INFERENCE_NUM_THREADS=2)
+        self.version = openvino_genai.__version__
+        self.numpy, self.tensor, self.genai = numpy, openvino.Tensor, openvino_genai
+
+    def _run(self, ids: list[int], tokens: int, rows: int) -> Any:
+        array = self.numpy.array([ids] * rows)
+        prompt = self.genai.TokenizedInputs(self.tensor(array), self.tensor(self.numpy.ones_like(array)))
+        options = self.genai.GenerationConfig()
+        options.max_new_tokens, options.ignore_eos = tokens, True
+        return self.model.generate(prompt, options).perf_metrics
+
+    def prefill(self, ids: list[int]) -> Callable[[], float]:
+        return lambda: self._run(ids, 1, 1).get_ttft().mean / 1e3
+
+    def decode(self, ids: list[int], tokens: int, rows: int) -> Callable[[], float]:
+        # The pipeline reads the prompt in every call; what counts is the time from its first token to its last.
+        def run() -> float:
+            times = self._run(ids, tokens + 1, rows).raw_metrics.m_new_token_times
+            return (times[-1] - times[0]) / 1e3
+
+        return run
+
+
+class Vllm:
+    """A folder of safetensors; prefixes are not kept, so that a prompt is read each time."""
+
+    reads = 0
+
+    def __init__(self, dtype: str, path: str) -> None:
+        import vllm
+
+        self.model = vllm.LLM(
+            path, dtype=dtype, max_model_len=LONGEST, enable_prefix_caching=False, disable_log_stats=False
+        )
+        self.version = vllm.__version__
+        self.sampling = vllm.SamplingParams
+
+    def _run(self, ids: list[int], tokens: int, rows: int) -> Any:
+        options = self.sampling(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        return self.model.generate([{"prompt_token_ids": ids}] * rows, options, use_tqdm=False)
+
+    def prefill(self, ids: list[int]) -> Callable[[], float | None]:
+        def run() -> None:
+            self._run(ids, 1, 1)
+
+        return run
+
+    def decode(self, ids: list[int], tokens: int, rows: int) -> Callable[[], float]:
+        # As with OpenVINO; from when the last row has its first token.
+        def run() -> float:
+            metrics = [output.metrics for output in self._run(ids, tokens + 1, rows)]
+            return max(one.last_token_ts for one in metrics) - max(one.first_token_ts for one in metrics)
+
+        return run
+
+
 def open_engine(name: str, path: str) -> Engine:
     kind, _, option = name.partition(":")
     if kind == "lmstate":
@@ -153,13 +224,17 @@ def open_engine(name: str, path: str) -> Engine:
         return Transformers(option, path)
     if kind == "llama.cpp":
         return LlamaCpp(path)
+    if kind == "openvino":
+        return OpenVino(path)
+    if kind == "vllm":
+        return Vllm(option, path)
     raise ValueError(f"no engine is called {name}")
 
 
 def main() -> None:
     engine = open_engine(sys.argv[1], sys.argv[2])
     print(json.dumps({"version": engine.version}), flush=True)
-    ready: dict[str, Callable[[], None]] = {}
+    ready: dict[str, Callable[[], float | None]] = {}
     for line in sys.stdin:
         asked = json.loads(line)
         if line not in ready:
@@ -175,8 +250,8 @@ def main() -> None:
                 print(json.dumps({"refused": str(error)}), flush=True)
                 continue
         begin = perf_counter()
-        ready[line]()
-        seconds = perf_counter() - begin
+        told = ready[line]()
+        seconds = perf_counter() - begin if told is None else told
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         reads = engine.reads if asked["case"] == "decode" else 0
         print(json.dumps({"seconds": seconds, "peak": peak, "reads": reads}), flush=True)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench.compare import Case, markdown
+from bench.compare import Case, Peer, markdown
 
 from bench import compare
 
@@ -27,8 +27,8 @@ def test_an_engine_that_crashes_is_left_out_from_there_on(monkeypatch: pytest.Mo
     (tmp_path / "worker.py").write_text(WORKER)
     monkeypatch.setattr(compare, "WORKER", tmp_path / "worker.py")
     cases = tuple(Case(f"prefill {at}", "prefill", at) for at in (10, 20, 30))
-    engines = dict.fromkeys(("steady", "frail", "absent"), sys.executable)
-    result = compare.compare(engines, "", cases, rounds=2)
+    engines = dict.fromkeys(("steady", "frail", "absent"), Peer(sys.executable, ""))
+    result = compare.compare(engines, cases, rounds=2)
     assert result["failures"] == {"frail": "prefill 20: ended with exit code 7", "absent": "ended with exit code 3"}
     table = markdown(result).splitlines()
     assert table[2:5] == [
