@@ -117,7 +117,7 @@ def test_a_turn_that_cannot_be_taken_back_stays(
     ask(conversation, "two")
     messages, tokens = list(conversation.messages), conversation.state.tokens(0)
 
-    def refuse(self: Letters, messages: Sequence[dict[str, str]]) -> list[int]:
+    def refuse(self: Letters, messages: Sequence[dict[str, str]], **variables: Any) -> list[int]:
         raise lmstate.ModelError("the template does not accept this")
 
     monkeypatch.setattr(Letters, "chat", refuse)

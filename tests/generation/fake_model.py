@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmstate.errors import CapacityError
+from lmstate.errors import CapacityError, UnsupportedError
 from lmstate.models.model import ModelConfig
+from lmstate.vision.reader import PicturePrompt
 
 EOS = 0
 PIECES: list[bytes] = [b"<eos>"]
@@ -93,6 +94,9 @@ class FakeState:
     def tokens(self, row: int) -> list[int]:
         return self.computed[row] + self.queued[row]
 
+    def media(self, row: int) -> tuple[()]:
+        return ()
+
     def queue(self, row: int, ids: Sequence[int]) -> None:
         if self.capacity is not None and self.lengths[row] + len(ids) > self.capacity:
             raise CapacityError("full")
@@ -128,6 +132,12 @@ class FakeModel:
         self.calls = 0
         self.fed = 0
         self.fail_at: int | None = None
+
+    def encode(self, messages: Sequence[dict[str, Any]], **variables: Any) -> PicturePrompt:
+        return PicturePrompt(self.tokenizer.chat(messages, **variables))  # type: ignore[attr-defined]
+
+    def pictures(self) -> None:
+        raise UnsupportedError("pictures are not read by models of the family 'fake'")
 
     def new_state(self, rows: int = 1, kv: None = None) -> FakeState:
         return FakeState(rows)

@@ -45,6 +45,12 @@ def generate(
         str | None,
         typer.Option("--source", metavar="TEXT", help="What a model with an encoder reads: a text to translate, say."),
     ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--image", metavar="FILE", help="A picture in front of the prompt, for a model that sees. Repeatable."
+        ),
+    ] = None,
     max_tokens: options.MaxTokens = 256,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
@@ -105,11 +111,14 @@ def generate(
       lmstate generate smollm2 --raw -f book.txt -n 0 --save-state book.lmstate
       lmstate generate smollm2 --state book.lmstate "In one sentence, the book says" --json
       lmstate generate opus-mt-en-de/ --source "The cat sleeps."
+      lmstate generate Qwen/Qwen2-VL-2B-Instruct --image screen.png "What does the error say?"
     """
     # Importing torch takes seconds: mistakes are told before, wherever they can be.
     options.refuse_unknown(model, threads, draft)
     bias = options.logit_bias(logit_bias)
-    text = as_text(_prompt(prompt, prompt_file, optional=state is not None or source is not None), "the prompt")
+    text = as_text(
+        _prompt(prompt, prompt_file, optional=state is not None or source is not None or bool(image)), "the prompt"
+    )
     system = None if system is None else as_text(system, "--system")
     if chat is False and system is not None:
         raise typer.BadParameter("--system needs the chat template; it does not go with --raw")
@@ -117,6 +126,10 @@ def generate(
         raise typer.BadParameter("--system begins a conversation; it does not go with --state")
     if source is not None and (state is not None or system is not None or chat):
         raise typer.BadParameter("--source begins an answer; it does not go with --state, --system or --chat")
+    if image and (source is not None or chat is False):
+        raise typer.BadParameter("--image goes with a question in the chat template, not with --source or --raw")
+    for path in image or ():
+        path.stat()  # before torch is imported
     if state is not None:
         state.stat()  # before a model is loaded for nothing
     if save_state is not None and save_state.is_dir():
@@ -131,6 +144,7 @@ def generate(
     from lmstate.cli.progress import warn_of_length
     from lmstate.generation import Generation, SamplingParams
     from lmstate.generation.prompts import with_source
+    from lmstate.vision.pictures import picture_file
 
     limits: dict[str, Any] = {
         "max_new_tokens": max_tokens,
@@ -148,15 +162,16 @@ def generate(
         SamplingParams(**limits)  # before a model is loaded for nothing
     sampling = options.SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     kv = options.kv_storage(kv_bits)
+    pictures = [picture_file(path) for path in image or ()]
     loaded = options.load_model(model, weights, threads, adapter, draft, device, activations, ctx_size, parallel)
     empty = loaded.new_state(rows=1, kv=kv)
     if source is not None:
         _, (ids,), _ = with_source(loaded, as_text(source, "--source"), text or None, empty)
         request = GenerateRequest(empty, ids, None)
     elif state is None:
-        request = _begin(loaded, empty, text, chat, system)
+        request = _begin(loaded, empty, text, pictures, chat, system)
     else:
-        request = _go_on(loaded, empty, state, text, chat)
+        request = _go_on(loaded, empty, state, text, pictures, chat)
     held = request.state.lengths[0]
     warn_of_length(loaded, held, held + len(request.ids))
     generation = Generation(
@@ -201,35 +216,46 @@ def _prompt(given: str | None, file: Path | None, optional: bool) -> str:
     return text
 
 
-def _begin(model: Model, state: State, text: str, chat: bool | None, system: str | None) -> GenerateRequest:
+def _begin(
+    model: Model, state: State, text: str, pictures: list[bytes], chat: bool | None, system: str | None
+) -> GenerateRequest:
     """A request on an empty state."""
+    from lmstate.cli.chat.messages import question_of
+    from lmstate.generation.conversation import align
+
     tokenizer = model.tokenizer
     if chat is None:
         chat = tokenizer.has_chat_template
         if not chat and system is not None:
             raise ValueError("--system was given, but the model has no chat template to put it in")
+        if not chat and pictures:
+            raise ValueError("--image was given, but the model has no chat template to put a picture in")
     if not chat:
         return GenerateRequest(state, tokenizer.encode(text), None)
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    messages.append({"role": "user", "content": text})
-    return GenerateRequest(state, tokenizer.chat(messages, add_generation_prompt=True), messages)
+    messages: list[Message] = [{"role": "system", "content": system}] if system is not None else []
+    messages.append(question_of(text, pictures))
+    return GenerateRequest(state, align(state, model.encode(messages, add_generation_prompt=True)), messages)
 
 
-def _go_on(model: Model, state: State, path: Path, text: str, chat: bool | None) -> GenerateRequest:
+def _go_on(
+    model: Model, state: State, path: Path, text: str, pictures: list[bytes], chat: bool | None
+) -> GenerateRequest:
     """A request on a saved state, restored to an empty one: the next question of a conversation, or more of a text."""
     from lmstate.cli.chat.branches import messages_of
+    from lmstate.cli.chat.messages import question_of
     from lmstate.generation.conversation import align
     from lmstate.state import Snapshot
 
     snapshot = Snapshot.load(path)
     messages = messages_of(snapshot)
-    if chat and messages is None:
-        raise ValueError(f"{path} holds a text, no conversation; leave out --chat to go on with the text")
+    if (chat or pictures) and messages is None:
+        given = "--image" if pictures else "--chat"
+        raise ValueError(f"{path} holds a text, no conversation; leave out {given} to go on with the text")
     state.restore(0, snapshot)
-    if messages is None or chat is False or not text:
+    if messages is None or chat is False or not (text or pictures):
         return GenerateRequest(state, model.tokenizer.encode(text, add_special_tokens=False) if text else [], None)
-    messages.append({"role": "user", "content": text})
-    return GenerateRequest(state, align(state, model.tokenizer.chat(messages, add_generation_prompt=True)), messages)
+    messages.append(question_of(text, pictures))
+    return GenerateRequest(state, align(state, model.encode(messages, add_generation_prompt=True)), messages)
 
 
 def _result(generation: Generation, prompt: int) -> dict[str, object]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from lmstate.state.media import spans_from_json, spans_to_json
 from lmstate.state.validate import whole_number
 from lmstate.text.nesting import refuse_deep
 from lmstate.vision.reader import PicturePrompt
+from lmstate.vision.stored import to_json, with_bytes
 
 MARKS = 64
 UNDOS = 64
@@ -112,7 +112,7 @@ class Record:
             told["answers"] = [vars(answer) for answer in self.answers]
         if self.media:
             told["media"] = spans_to_json(self.media)
-        return json.dumps(told, default=_to_json)
+        return json.dumps(told, default=to_json)
 
     @staticmethod
     def from_json(tokens: list[int], text: str) -> Record:
@@ -134,27 +134,7 @@ class Record:
             raise ValueError("a session's answers are a list")
         known = [KeyedAnswer.from_json(answer, len(tokens)) for answer in answers[-ANSWERS:]]
         media = spans_from_json(told.get("media", []), tokens)
-        return Record(tokens, list(map(_with_bytes, messages)), turns[-UNDOS:], marks[-MARKS:], known, media)
-
-
-def _to_json(value: object) -> Any:
-    """The form of what JSON does not have: bytes of pictures, and what else a message may hold."""
-    return {"base64": b64encode(value).decode()} if isinstance(value, bytes) else str(value)
-
-
-def _with_bytes(message: dict[str, Any]) -> dict[str, Any]:
-    """A message of a record with the bytes of its pictures. Raises ValueError for damaged ones."""
-    if not isinstance(parts := message.get("content"), list):
-        return message
-    pictured = [isinstance(part, dict) and part.get("type") == "image" for part in parts]
-    return {**message, "content": [_decoded(part) if so else part for part, so in zip(parts, pictured)]}
-
-
-def _decoded(part: dict[str, Any]) -> dict[str, Any]:
-    image = part.get("image")
-    if not isinstance(image, dict) or not isinstance(text := image.get("base64"), str):
-        raise ValueError("a session's pictures are written in base64")
-    return {**part, "image": b64decode(text, validate=True)}
+        return Record(tokens, list(map(with_bytes, messages)), turns[-UNDOS:], marks[-MARKS:], known, media)
 
 
 def _places(values: object, *lengths: int) -> bool:

@@ -13,7 +13,8 @@ from lmstate.generation.prompts import refuse_no_messages
 from lmstate.generation.sampling import Sampler
 from lmstate.language_model import LanguageModel
 from lmstate.speculation.choose import DraftChoice
-from lmstate.vision.reader import pictures_of
+from lmstate.state.media import identities
+from lmstate.vision.reader import PicturePrompt, pictures_of
 
 if TYPE_CHECKING:
     from lmstate.generation.report import RowPiece
@@ -89,7 +90,7 @@ def chat(
     state = model.new_state() if state is None else state
     if state.rows != 1:
         raise ValueError(f"chat takes a state of one row, and this one has {state.rows}")
-    generation = Generation(model, [align(state, ids)], state, chosen, draft=draft)
+    generation = Generation(model, [align(state, PicturePrompt(ids))], state, chosen, draft=draft)
     pieces = _remembered(model, generation, messages, variables)
     return pieces if stream else "".join(pieces)
 
@@ -108,13 +109,20 @@ def _remembered(
             model.replay.remember([*messages, answer], generation.state.tokens(0), **variables)
 
 
-def align(state: State, ids: Sequence[int]) -> list[int]:
-    """Rewind row 0 to the longest beginning that it shares with `ids`; returns what is to be fed after it."""
-    held = state.tokens(0)
-    same = min(common_prefix(held, ids), len(ids) - 1)  # one token at least is fed, to have logits from
-    if same < len(held):
+def align(state: State, prompt: PicturePrompt) -> list[int]:
+    """Rewind row 0 to the longest beginning that it shares with a prompt, and announce the pictures behind it.
+
+    Returns the tokens that are to be fed after it.
+    """
+    placed = state.media(0)
+    held = identities(state.tokens(0), placed)
+    same = min(common_prefix(held, prompt.identities), len(prompt) - 1)  # one token at least is fed, for its logits
+    if same < max([len(held), *(span.end for span in placed)]):
         state.rewind(0, same)
-    return list(ids[same:])
+    for span in prompt.media:
+        if span.at >= same:
+            state.place(0, span.at, span.media)
+    return prompt.tokens[same:]
 
 
 def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:

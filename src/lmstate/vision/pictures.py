@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmstate.errors import StateError, UnsupportedError
@@ -15,6 +16,20 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MOST_BYTES = 2**25  # of a file
 MOST_PIXELS = 2**26  # of a picture
 MOST_RATIO = 100  # of its sides: processors scale the short one up
+
+
+def picture_file(path: Path) -> bytes:
+    """The content of a picture's file, checked by `read_picture`.
+
+    Raises `StateError`, which names the file, for what is no picture; `OSError` for a file that cannot be read.
+    """
+    try:
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise StateError(f"a picture has {size} bytes; it may have {MOST_BYTES}")
+        read_picture(content := path.read_bytes())
+    except StateError as error:
+        raise StateError(f"{path}: {error}") from None
+    return content
 
 
 def read_picture(data: bytes) -> Image:

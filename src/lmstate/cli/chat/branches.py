@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 
-from lmstate.cli.chat.messages import ROLES, Message
+from lmstate.cli.chat.messages import Message, is_message, shown
 from lmstate.generation.conversation import common_prefix
 from lmstate.state import Snapshot, State
+from lmstate.vision.stored import to_json, with_bytes
 
 FIRST = "main"
 TREE_WIDTH = 48  # characters of a question in the tree
@@ -89,7 +90,7 @@ class Branches:
 def _question(messages: list[Message], parent: list[Message]) -> str:
     """The beginning of the first question that the parent does not have, in quotes; empty if there is none."""
     own = messages[common_prefix(messages, parent) :]
-    question = next((message["content"] for message in own if message["role"] == "user"), None)
+    question = next((shown(message) for message in own if message["role"] == "user"), None)
     return "" if question is None else f' "{shorten(question, TREE_WIDTH, placeholder="...")}"'
 
 
@@ -124,17 +125,13 @@ def load(state: State, path: Path) -> tuple[Snapshot, list[Message]]:
 
 def with_messages(snapshot: Snapshot, messages: list[Message]) -> Snapshot:
     """The snapshot with a conversation's messages in its notes, where `messages_of` finds them."""
-    return dataclasses.replace(snapshot, notes=json.dumps({"messages": messages}))
+    return dataclasses.replace(snapshot, notes=json.dumps({"messages": messages}, default=to_json))
 
 
 def messages_of(snapshot: Snapshot) -> list[Message] | None:
     """The messages in a snapshot's notes; None if it is of no conversation."""
     try:
-        messages = json.loads(snapshot.notes)["messages"]
-        sound = all(
-            set(message) == {"role", "content"} and message["role"] in ROLES and isinstance(message["content"], str)
-            for message in messages
-        )
-    except (ValueError, KeyError, TypeError, RecursionError):
-        sound = False
-    return list(messages) if sound else None
+        messages = list(map(with_bytes, json.loads(snapshot.notes)["messages"]))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return messages if all(map(is_message, messages)) else None

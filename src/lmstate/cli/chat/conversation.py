@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lmstate.cli.chat.branches import Branches, load
-from lmstate.cli.chat.messages import Message
+from lmstate.cli.chat.messages import Message, asked, question_of
 from lmstate.cli.progress import warn_of_length
 from lmstate.generation import Generation, Report, Sampler, SamplingParams
 from lmstate.generation.conversation import align, common_prefix
 from lmstate.generation.params import sampling_params
 from lmstate.speculation import Speculator, make_drafter
+from lmstate.state.media import identities
+from lmstate.vision.pictures import picture_file
+from lmstate.vision.reader import pictures_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -69,6 +72,7 @@ class ChatConversation:
         self.draft = self._make_drafter()
         self.report: Report | None = None  # of the last answer
         self.messages: list[Message] = []
+        self.pictures: list[bytes] = []  # that go with the next question
         self._replaced: Replaced | None = None
         self._begin()
 
@@ -101,8 +105,17 @@ class ChatConversation:
         """The last question. Raises ValueError if nothing was."""
         for message in reversed(self.messages):
             if message["role"] == "user":
-                return message["content"]
+                return asked(message)
         raise ValueError("nothing was asked yet")
+
+    def attach(self, path: Path) -> None:
+        """Have a picture go with the next question.
+
+        Raises what `picture_file` does, and `UnsupportedError` for a model whose pictures are not read.
+        """
+        content = picture_file(path)
+        self.model.pictures()
+        self.pictures.append(content)
 
     def clear(self) -> None:
         """Begin again with the system message alone; `undo` brings back all that was."""
@@ -120,6 +133,7 @@ class ChatConversation:
 
     def _begin(self) -> None:
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        self.pictures = []
         self.state = self._empty_state()
         self.branches = Branches()
 
@@ -131,16 +145,17 @@ class ChatConversation:
 
     def ask(self, question: str) -> Generator[str]:
         """The answer, piece by piece. What was given out is kept, also if the iterator is closed or an error ends it;
-        a question without any answer leaves no trace.
+        a question without any answer leaves no trace, of the pictures that went with it neither.
         """
         self._replaced = None
         self.state.mark(0)  # an /undo of this turn comes back here
-        messages = [*self.messages, {"role": "user", "content": question}]
-        ids = self.model.tokenizer.chat(messages, add_generation_prompt=True)
-        warn_of_length(self.model, self.state.lengths[0], len(ids))
+        messages = [*self.messages, question_of(question, self.pictures)]
+        self.pictures = []
+        prompt = self.model.encode(messages, add_generation_prompt=True)
+        warn_of_length(self.model, self.state.lengths[0], len(prompt))
         generation = Generation(
             self.model,
-            [align(self.state, ids)],
+            [align(self.state, prompt)],
             self.state,
             params=self.params,
             draft=self.draft,
@@ -156,10 +171,11 @@ class ChatConversation:
                 self.messages = [*messages, {"role": "assistant", "content": generation.texts[0]}]
 
     def edit(self, question: str) -> Generator[str]:
-        """`ask` in the place of the last question, which stays with its answer where no other answer comes."""
+        """`ask` in the place of the last question, with its pictures. It stays with its answer where no other comes."""
         messages, snapshot = self.messages, self.state.snapshot(0)
         self.undo(1)
         before = self.messages
+        self.pictures = [*pictures_of(messages[len(before) :][:1]), *self.pictures]
         try:
             yield from self.ask(question)
         finally:
@@ -184,8 +200,8 @@ class ChatConversation:
                 f"there {'is' if len(begins) == 1 else 'are'} {len(begins)}"
             )
         messages = self.messages[: begins[-turns]]
-        kept = self.model.tokenizer.chat(messages) if messages else []
-        to = common_prefix(self.state.tokens(0), kept)
+        kept = self.model.encode(messages, add_generation_prompt=False).identities if messages else []
+        to = common_prefix(identities(self.state.tokens(0), self.state.media(0)), kept)
         cost = self.state.rewind_cost(0, to)
         self.state.rewind(0, to)
         self.messages = messages

@@ -1,6 +1,48 @@
-"""Messages of a conversation."""
+"""Messages of a conversation, as templates take them."""
 
 from __future__ import annotations
 
-Message = dict[str, str]
+from collections.abc import Sequence
+from typing import Any
+
+Message = dict[str, Any]
+"""`role`, and `content`: a text, or parts of text and of pictures (`{"type": "image", "image": bytes}`)."""
 ROLES = ("system", "user", "assistant")
+SHOWN = "[picture]"
+
+
+def question_of(text: str, pictures: Sequence[bytes]) -> Message:
+    """A message of the user: its pictures, and the text behind them."""
+    if not pictures:
+        return {"role": "user", "content": text}
+    parts: list[dict[str, Any]] = [{"type": "image", "image": picture} for picture in pictures]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}] if text else parts}
+
+
+def shown(message: Message) -> str:
+    """The text of a message as a terminal shows it."""
+    if isinstance(content := message["content"], str):
+        return content
+    return " ".join(SHOWN if part["type"] == "image" else part["text"] for part in content)
+
+
+def asked(message: Message) -> str:
+    """The text of a message without its pictures."""
+    if isinstance(content := message["content"], str):
+        return content
+    return " ".join(part["text"] for part in content if part["type"] == "text")
+
+
+def is_message(value: Any) -> bool:
+    """Whether this is a message, as files may have it."""
+    if not isinstance(value, dict) or set(value) != {"role", "content"} or value["role"] not in ROLES:
+        return False
+    if isinstance(content := value["content"], list):
+        return all(isinstance(part, dict) and _is_part(part) for part in content)
+    return isinstance(content, str)
+
+
+def _is_part(part: dict[str, Any]) -> bool:
+    if part.get("type") == "image":
+        return set(part) == {"type", "image"} and isinstance(part["image"], bytes)
+    return set(part) == {"type", "text"} and part["type"] == "text" and isinstance(part["text"], str)

@@ -9,6 +9,7 @@ from pathlib import Path
 from lmstate.cli.chat.branches import save
 from lmstate.cli.chat.conversation import ChatConversation
 from lmstate.cli.chat.input import PROMPT, quoted
+from lmstate.cli.chat.messages import shown
 from lmstate.cli.output import size
 
 
@@ -58,7 +59,7 @@ def complete(begun: str, commands: Mapping[str, Command], conversation: ChatConv
         lines = [f"{name} {branch}" for branch in branches.known if branch != branches.current]
     elif name == "/set":
         lines = [f"{name} {setting} " for setting in conversation.settings()]
-    elif name in ("/load", "/save"):
+    elif name in ("/load", "/save", "/image"):
         force = "--force " if name == "/save" and argument.startswith("--force ") else ""
         lines = [f"{name} {force}{path}" for path in _paths(argument.removeprefix(force))]
     else:
@@ -122,6 +123,14 @@ def _edit(conversation: ChatConversation, argument: str) -> str:
     raise AskQuestion(argument)
 
 
+def _image(conversation: ChatConversation, argument: str) -> str:
+    if not argument:
+        raise ValueError("/image needs a file name")
+    conversation.attach(Path(argument).expanduser())
+    count = len(conversation.pictures)
+    return f"{count} picture{'s' * (count != 1)} will go with the next question"
+
+
 def _regenerate(conversation: ChatConversation, argument: str) -> str:
     raise AskQuestion(conversation.last_question())
 
@@ -129,7 +138,7 @@ def _regenerate(conversation: ChatConversation, argument: str) -> str:
 def _history(conversation: ChatConversation, argument: str) -> str:
     lines = []
     for message in conversation.messages:
-        role, text = message["role"], message["content"]
+        role, text = message["role"], shown(message)
         lines.append(text if role == "assistant" else quoted(text, PROMPT if role == "user" else "system: "))
     return "\n".join(lines) or "nothing was said yet"
 
@@ -208,7 +217,8 @@ COMMANDS: dict[str, Command] = {
         Command("/tokens", "how many tokens the state holds", _tokens),
         Command("/memory", "bytes that the state holds, by layer kind", _memory),
         Command("/undo [N]", "take back the last N turns (1), or the last /clear or /load", _undo),
-        Command("/edit TEXT", "ask TEXT in the place of the last question", _edit),
+        Command("/edit TEXT", "ask TEXT in the place of the last question, with its pictures", _edit),
+        Command("/image FILE", "have a picture go with the next question", _image),
         Command("/regen", "answer the last question once more, in the place of its answer", _regenerate),
         Command("/history", "what was said", _history),
         Command("/system [TEXT]", "show the system message, or set it", _system),
