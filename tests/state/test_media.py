@@ -54,11 +54,23 @@ def whole(model: lmstate.Model, ids: list[int], spans: tuple[MediaSpan, ...]) ->
     return logits[0]
 
 
-CASES = ["llama", "gpt2", "mistral", "gemma2", "deepseek_v3", "falcon_h1", "qwen3_5", "lfm2", "qwen2_vl", "qwen3_vl"]
+CASES = [
+    "llama",
+    "gpt2",
+    "mistral",
+    "gemma2",
+    "deepseek_v3",
+    "falcon_h1",
+    "qwen3_5",
+    "lfm2",
+    "qwen2_vl",
+    "qwen3_vl",
+    "glm4v",
+]
 
 
 def has_axes(case: str) -> bool:
-    return "_vl" in case
+    return "_vl" in case or case == "glm4v"
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "mistral", "lfm2"])

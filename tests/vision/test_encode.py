@@ -60,16 +60,18 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, lmstate.Model
     return saved(folder), lmstate.load(folder, weights="float32"), folder
 
 
-def test_pictures_of_several_sizes_with_axes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "kind"), [("qwen2_vl", "Qwen2VL"), ("glm4v", "Glm4v"), ("qwen3_5", "Qwen2VL")])
+def test_pictures_of_several_sizes_with_axes(family: str, kind: str, tmp_path: Path) -> None:
     import transformers as t
 
     save_tokenizer(tmp_path, ["<image>"], TEMPLATE)
-    pixels = t.Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024})
+    sizes = {"shortest_edge": 64, "longest_edge": 1024}
+    pixels = getattr(t, f"{kind}ImageProcessorPil")(patch_size=4, merge_size=2, size=sizes)
     pixels.save_pretrained(tmp_path)
-    given = config("qwen2_vl")
+    given = config(family)
     given.text_config.vocab_size, given.image_token_id = 259, 258
     torch.manual_seed(0)
-    theirs = t.Qwen2VLForConditionalGeneration(given).eval()
+    theirs = t.AutoModelForImageTextToText.from_config(given).eval()
     randomize(theirs)
     theirs.save_pretrained(tmp_path)
     model, files = lmstate.load(tmp_path, weights="float32"), [png(30, 20), png(16, 40, seed=1)]

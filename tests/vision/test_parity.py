@@ -15,7 +15,7 @@ import lmstate
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_source
 from lmstate.models.families import build
-from lmstate.vision import Tower
+from lmstate.vision import Tower, families
 from tests.zoo import randomize
 from tests.zoo import text as words
 
@@ -26,6 +26,44 @@ TEXT: dict[str, Any] = {
 }  # fmt: skip
 SEEING = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 4}
 AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [1, 1, 2]}}
+VISUAL = {
+    "depth": 2, "hidden_size": 32, "intermediate_size": 40, "num_heads": 4, "patch_size": 4, "out_hidden_size": 48,
+}  # fmt: skip
+# Class of the config, and what its tower's has beside `VISUAL`.
+WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm4v": ("Glm4v", {"image_size": 16}),
+    "glm4v_moe": ("Glm4vMoe", {"image_size": 16}),
+    "glm_ocr": ("GlmOcr", {"image_size": 16}),
+    "qwen3_5": ("Qwen3_5", {"num_position_embeddings": 16}),
+    "qwen3_5_moe": ("Qwen3_5Moe", {"num_position_embeddings": 16}),
+}
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+EXPERTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1}
+
+
+def sections(*counts: int, fraction: float = 1.0) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": fraction}
+    return {"rope_parameters": {**rope, "mrope_section": list(counts)}}
+
+
+MORE: dict[str, dict[str, Any]] = {  # of the text's config
+    "glm4v": sections(1, 1, 1, fraction=0.75),
+    "glm4v_moe": {**sections(1, 1, 2, fraction=0.5), **EXPERTS, "head_dim": 16},
+    "glm_ocr": {**sections(4, 2, 2), "head_dim": 16},
+    "qwen3_5": {**sections(1, 2, 1, fraction=0.25), **DELTA, "head_dim": 32},
+    "qwen3_5_moe": {
+        **sections(1, 2, 1, fraction=0.25),
+        **DELTA,
+        "head_dim": 32,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
+}
 SIZES = [(4, 6), (8, 4), (2, 2)]  # rows and columns of patches, of pictures of several sizes
 
 
@@ -44,6 +82,27 @@ def config(name: str) -> Any:
         return getattr(t, f"{kind}Config")(
             vision_config=seeing, text_config=t.LlamaConfig(**TEXT), image_token_id=IMAGE, scale_factor=2
         )
+    if name == "llava_next":
+        seeing = t.CLIPVisionConfig(**SEEING, image_size=16)
+        return t.LlavaNextConfig(
+            vision_config=seeing, text_config=t.LlamaConfig(**TEXT), image_token_id=IMAGE,
+            image_grid_pinpoints=[[16, 32], [32, 16], [32, 32]],
+        )  # fmt: skip
+    if name == "mistral3":
+        seeing = t.PixtralVisionConfig(**SEEING, image_size=16)
+        return t.Mistral3Config(vision_config=seeing, text_config=t.MistralConfig(**TEXT), image_token_id=IMAGE)
+    if name == "lfm2_vl":
+        seeing = t.Siglip2VisionConfig(**SEEING, num_patches=16)
+        text = t.Lfm2Config(**TEXT, block_multiple_of=32, layer_types=["conv", "full_attention"])
+        return t.Lfm2VlConfig(vision_config=seeing, text_config=text, image_token_id=IMAGE, projector_hidden_size=24)
+    if name in WRAPPED:
+        own, beside = WRAPPED[name]
+        default = getattr(t, f"{own}Config")()
+        seeing = {**VISUAL, **beside}
+        text = type(default.text_config)(**TEXT, **MORE[name])
+        return type(default)(
+            vision_config=type(default.vision_config)(**seeing), text_config=text, image_token_id=IMAGE
+        )
     if name == "qwen2_vl":
         seeing = t.models.qwen2_vl.configuration_qwen2_vl.Qwen2VLVisionConfig(
             depth=2, embed_dim=32, hidden_size=48, num_heads=4, patch_size=4, mlp_ratio=2
@@ -61,10 +120,23 @@ def config(name: str) -> Any:
 def pictures(name: str) -> tuple[dict[str, Tensor], list[int]]:
     """Random pixels of three pictures as the family's processor gives them, and the positions that each takes."""
     generator = torch.Generator().manual_seed(3)
-    if name.startswith("qwen"):
+    if name in GRIDS:
         grid = torch.tensor([[1, *size] for size in SIZES])
         pixels = torch.randn(int(grid.prod(-1).sum()), 3 * 2 * 4 * 4, generator=generator)
         return {"pixel_values": pixels, "image_grid_thw": grid}, [int(each.prod()) // 4 for each in grid]
+    if name == "lfm2_vl":
+        shapes = torch.tensor([[4, 4], [2, 6], [2, 2]])
+        mask = torch.arange(16) < shapes.prod(-1, keepdim=True)
+        pixels = torch.randn(3, 16, 3 * 4 * 4, generator=generator) * mask[..., None]
+        inputs = {"pixel_values": pixels, "spatial_shapes": shapes, "pixel_attention_mask": mask.long()}
+        return inputs, [4, 3, 1]
+    if name == "mistral3":
+        sizes = torch.tensor([[16, 16], [8, 16], [16, 8]])
+        return {"pixel_values": torch.randn(3, 3, 16, 16, generator=generator), "image_sizes": sizes}, [4, 2, 2]
+    if name == "llava_next":  # pictures of 3, 3 and 5 tiles, and what is padding in the larger grid is left out
+        sizes = torch.tensor([[16, 32], [30, 12], [20, 32]])
+        pixels = torch.randn(3, 5, 3, 16, 16, generator=generator)
+        return {"pixel_values": pixels, "image_sizes": sizes}, [16 + 4 * 9, 16 + 8 * 5, 16 + 6 * 9]
     pixels = torch.randn(3, 3, 16, 16, generator=generator)
     if name in ("idefics3", "smolvlm"):
         mask = torch.ones(1, 3, 16, 16, dtype=torch.bool)
@@ -77,7 +149,7 @@ def prompt(counts: list[int], name: str) -> list[int]:
     """A text that begins and ends with a picture. Rows of tiles have tokens between them where the family has."""
     first, second, third = counts
     ids = [IMAGE] * first + words(9)[0].tolist() + [IMAGE] * second + words(5, seed=1)[0].tolist() + [IMAGE] * third
-    if name in ("idefics3", "smolvlm"):
+    if name in ("idefics3", "smolvlm", "mistral3"):
         ids.insert(first - 2, 5)  # what one tile makes may stand in several places
     return [token if token == IMAGE or token < IMAGE else 4 for token in ids]
 
@@ -94,7 +166,8 @@ def pair(name: str) -> tuple[Any, lmstate.Model, Tower]:
         return theirs, build(WeightLoader(open_source(Path(folder)), "float32")), Tower.open(Path(folder))
 
 
-FAMILIES = ["llava", "internvl", "idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl"]
+GRIDS = ["qwen2_vl", "qwen2_5_vl", *WRAPPED]
+FAMILIES = ["llava", "llava_next", "internvl", "idefics3", "smolvlm", "mistral3", "lfm2_vl", *GRIDS]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -103,7 +176,7 @@ def test_logits_are_those_of_transformers_at_any_cut(name: str) -> None:
     inputs, counts = pictures(name)
     ids = prompt(counts, name)
     types = torch.tensor([[int(token == IMAGE) for token in ids]])
-    beside = {"mm_token_type_ids": types} if name.startswith("qwen") else {}
+    beside = {"mm_token_type_ids": types} if name in GRIDS else {}
     with torch.no_grad():
         expected = theirs(input_ids=torch.tensor([ids]), **inputs, **beside).logits[0]
     spans = tower.media(inputs, ids)
@@ -137,6 +210,10 @@ def test_a_picture_that_was_seen_is_found_again(name: str) -> None:
     assert tower.runs == runs
     assert [span.media for span in again] == [span.media for span in first]
     assert len({span.media.hash for span in first}) == 3
+
+
+def test_every_family_is_compared() -> None:
+    assert set(FAMILIES) == {*families.FAMILIES}
 
 
 def test_places_that_do_not_fit() -> None:

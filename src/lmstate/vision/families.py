@@ -69,6 +69,34 @@ def grids(inputs: Inputs, config: Any) -> Iterator[Tile]:
         start = stop
 
 
+def sized(inputs: Inputs, config: Any) -> Iterator[Tile]:
+    """Pixels `[pictures, 3, H, W]`, padded behind each picture's own height and width (Pixtral)."""
+    pixels, sizes = _given(inputs, "pixel_values", 4), _given(inputs, "image_sizes", 2)
+    for picture, size in zip(pixels, sizes, strict=True):
+        height, width = size.tolist()
+        yield Tile({"pixel_values": picture[None, :, :height, :width], "image_sizes": size[None]})
+
+
+def tiled(inputs: Inputs, config: Any) -> Iterator[Tile]:
+    """Pixels `[pictures, tiles, 3, H, W]`, padded behind each picture's own tiles (LLaVA-NeXT).
+
+    A picture is one here: the tower puts its tiles together.
+    """
+    from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+    pixels, sizes = _given(inputs, "pixel_values", 5), _given(inputs, "image_sizes", 2)
+    for picture, size in zip(pixels, sizes, strict=True):
+        count = image_size_to_num_patches(size, config.image_grid_pinpoints, config.vision_config.image_size)
+        yield Tile({"pixel_values": picture[None, :count], "image_sizes": size[None]})
+
+
+def patched(inputs: Inputs, config: Any) -> Iterator[Tile]:
+    """Patches `[tiles, N, features]`, of which some are padding, and the rows and columns of each (LFM2-VL)."""
+    names = ("pixel_values", "spatial_shapes", "pixel_attention_mask")
+    for parts in zip(*(_given(inputs, name, ndim) for name, ndim in zip(names, (3, 2, 2))), strict=True):
+        yield Tile({name: part[None] for name, part in zip(names, parts)})
+
+
 def _given(inputs: Inputs, name: str, ndim: int) -> Tensor:
     value = inputs.get(name)
     if not isinstance(value, Tensor) or value.ndim != ndim:
@@ -78,13 +106,23 @@ def _given(inputs: Inputs, name: str, ndim: int) -> Tensor:
 
 
 # Whose pictures are one tile each, and stand in a text as one run of places and nothing else.
-UNTILED = frozenset({"llava", "qwen2_5_vl", "qwen2_vl"})
+UNTILED = frozenset(
+    {"glm4v", "glm4v_moe", "glm_ocr", "llava", "llava_next", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe"}
+)
 # model_type of a config -> how its pictures are parted.
 FAMILIES: dict[str, Tiles] = {
+    "glm4v": grids,
+    "glm4v_moe": grids,
+    "glm_ocr": grids,
     "idefics3": padded_rows,
     "internvl": rows,
+    "lfm2_vl": patched,
     "llava": rows,
+    "llava_next": tiled,
+    "mistral3": sized,
     "qwen2_5_vl": grids,
     "qwen2_vl": grids,
+    "qwen3_5": grids,
+    "qwen3_5_moe": grids,
     "smolvlm": padded_rows,
 }

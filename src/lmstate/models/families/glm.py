@@ -5,9 +5,11 @@ The text parts of GLM-4.1V and GLM-OCR are like the latter.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.families import builders as b
-from lmstate.models.layers.rope import make_rope
+from lmstate.models.layers.rope import make_rope, position_axes
 from lmstate.models.model import Block, Model
 
 GLM = {
@@ -46,7 +48,10 @@ def build(w: WeightLoader) -> Model:
     config, shape = w.config, b.Dims.of(w.config)
     inner, act = config.int("intermediate_size", low=1, high=b.MAX_SIZE), b.activation(config)
     rope, normed = make_rope(config, shape.head_dim, interleaved=True).to(w.device), b.rms_norms(w, shape)
-    sandwich = config.str("model_type") != "glm"
+    family = config.str("model_type")
+    sandwich = family != "glm"
+    if family in ("glm4v_text", "glm_ocr_text"):
+        rope = replace(rope, axes=position_axes(config, len(rope.frequencies), (8, 12, 12)))
 
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"

@@ -13,7 +13,7 @@ from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.renamed import Renamed
 from lmstate.models.families import builders as b
 from lmstate.models.layers.base import Mixer
-from lmstate.models.layers.rope import make_rope
+from lmstate.models.layers.rope import make_rope, position_axes
 from lmstate.models.model import Model
 
 DEFAULTS: b.Defaults = {
@@ -68,6 +68,8 @@ def build(w: WeightLoader) -> Model:
         w.config = completed
     config, shape = w.config, b.Dims.of(w.config)
     rope = make_rope(config, shape.head_dim).to(w.device)
+    if config.str("model_type") == "glm4v_moe_text":
+        rope = replace(rope, axes=position_axes(config, len(rope.frequencies), (8, 12, 12)))
     normed = config.bool("use_qk_norm", default=False)
 
     def mixer(index: int, prefix: str) -> Mixer:

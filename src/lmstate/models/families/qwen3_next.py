@@ -6,6 +6,7 @@ The two differ in how the checkpoint lays out the projections of the delta rule.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -17,7 +18,7 @@ from lmstate.checkpoints.source import floats
 from lmstate.models.families import builders as b
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.gated_delta_net import GatedDelta
-from lmstate.models.layers.rope import make_rope
+from lmstate.models.layers.rope import make_rope, position_axes
 from lmstate.models.model import Block, Model
 from lmstate.ops.weights.grouped import FloatWeight
 
@@ -29,6 +30,8 @@ KINDS = ("linear_attention", "full_attention")
 def build(w: WeightLoader) -> Model:
     config, shape = w.config, b.Dims.of(w.config)
     rope = make_rope(config, shape.head_dim, fraction=0.25).to(w.device)
+    if config.str("model_type").startswith("qwen3_5"):
+        rope = replace(rope, axes=position_axes(config, len(rope.frequencies), (11, 11, 10), interleaved=True))
     every = config.int("full_attention_interval", low=1, default=4)
     kinds = config.strs("layer_types", shape.layers, KINDS, default=None) or [
         KINDS[(index + 1) % every == 0] for index in range(shape.layers)
