@@ -15,19 +15,14 @@ Logits = Literal["last", "all", "none"] | Sequence[int]
 """The tokens whose logits are wanted: of each row the last one, all, none, or so many of the last ones."""
 
 
-class LanguageModel(Protocol):
-    """A model that extends a state by tokens; `lmstate.Model` is one."""
+class DescribedModel(Protocol):
+    """The facts of a model that prompts and sampling options are checked against."""
 
     defaults: dict[str, Any]  # sampling options that the checkpoint's makers suggest
 
     @property
     def eos_ids(self) -> frozenset[int]:
         """The tokens that end an answer."""
-        ...
-
-    @property
-    def start_id(self) -> int | None:
-        """The token that every answer to a source begins with; None for a model without an encoder."""
         ...
 
     @property
@@ -42,6 +37,15 @@ class LanguageModel(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer: ...
+
+
+class LanguageModel(DescribedModel, Protocol):
+    """A model that extends a state by tokens; `lmstate.Model` is one."""
+
+    @property
+    def start_id(self) -> int | None:
+        """The token that every answer to a source begins with; None for a model without an encoder."""
+        ...
 
     def new_state(self, rows: int = 1, capacity: int | None = None, rewind: int = 16) -> State:
         """An empty state of that many sequences."""

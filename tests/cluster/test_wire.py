@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -191,6 +192,22 @@ def test_a_front_looks_into_its_replicas() -> None:
         assert front.draft_report().drafted == 0 or front.draft_report().verified
         front.clear_prefixes()
         assert front.explain(ids).reused == 0
-        for refused in (lambda: front.call(lambda model: None), lambda: front.session("one")):
+        for refused in (lambda: front.model.pictures(), lambda: front.session("one")):
             with pytest.raises(UnsupportedError):
                 refused()
+
+
+def test_a_text_is_embedded_at_a_replica_that_lives() -> None:
+    model, ids = ours("llama"), prompt(130, 5)
+    with Engine(model) as alone, fleet(Engine(model), Engine(model)) as (cluster, channels):
+        expected = alone.embed(ids, "last").result(60)
+        for dead in (None, *channels):
+            for channel in channels:
+                channel.dead = channel is dead
+            assert torch.equal(cluster.front.embed(ids, "last").result(60), expected)
+        with pytest.raises(ValueError, match="unknown pooling"):
+            cluster.front.embed(ids, "max").result(60)
+        for channel in channels:
+            channel.dead = True
+        with pytest.raises(ReplicaLost):
+            cluster.front.embed(ids).result(60)

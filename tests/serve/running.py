@@ -15,6 +15,7 @@ import torch
 
 import lmstate
 from lmstate.engine import Engine
+from lmstate.engine.serving import ServingEngine
 from lmstate.serve import Settings, make_server
 from lmstate.serve.answer.grammar import Grammars
 from lmstate.serve.run import Server
@@ -48,7 +49,7 @@ def load_tiny(folder: Path, **changes: Any) -> lmstate.Model:
 @dataclass
 class Running:
     server: Server
-    engine: Engine
+    engine: ServingEngine
     url: str
 
     def client(self, **changes: Any) -> httpx.Client:
@@ -56,7 +57,7 @@ class Running:
 
 
 @contextmanager
-def running(engine: Engine, settings: Settings) -> Iterator[Running]:
+def running(engine: ServingEngine, settings: Settings) -> Iterator[Running]:
     """Runs until the end of the block; the engine stays open."""
     with started(make_server(engine, settings, close_engine=False)) as server:
         yield Running(server, engine, f"http://127.0.0.1:{server.port}")

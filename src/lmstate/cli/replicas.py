@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -15,7 +15,6 @@ from lmstate.cli import options
 if TYPE_CHECKING:
     from lmstate.cli.served import EngineOptions
     from lmstate.cluster import Cluster
-    from lmstate.engine import Engine
 
 
 def check_replicas(replicas: int, store: str | None, one: bool) -> None:
@@ -65,8 +64,3 @@ def replicated(model: str, replicas: int, address: str | None, how: EngineOption
             stall=how.stall,
             threads=max(1, available() // replicas) if asked in (None, "auto") else int(asked or 1),
         )
-
-
-def front_of(cluster: Cluster) -> Engine:
-    """The front, which has all that the server asks of an engine."""
-    return cast("Engine", cluster.front)

@@ -18,7 +18,7 @@ import typer
 from lmstate.checkpoints.hub import served_name
 from lmstate.cli import options
 from lmstate.cli.output import note
-from lmstate.cli.replicas import check_replicas, front_of, leaves_on_sigterm, replicated
+from lmstate.cli.replicas import check_replicas, leaves_on_sigterm, replicated
 from lmstate.cli.served import EngineOptions, adapted_sources, models_in, read_adapters, sources
 
 
@@ -231,9 +231,9 @@ def serve(
         )
         if clustered:
             ending.enter_context(leaves_on_sigterm())  # Ray and the server have handlers of their own later
-            engine = front_of(ending.enter_context(replicated(names[0], replicas, cluster, how)))
-            server = make_server(engine, settings)
-            about = f"{replicas} replicas, {engine.rows} rows, context {engine.model.context_size or 'any'}"
+            front = ending.enter_context(replicated(names[0], replicas, cluster, how)).front
+            server = make_server(front, settings)
+            about = f"{replicas} replicas, {front.rows} rows, context {front.model.context_size or 'any'}"
         elif one and not adapters:
             engine = ending.enter_context(how.engine(how.load(names[0])))
             server = make_server(engine, settings)

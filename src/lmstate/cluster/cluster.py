@@ -49,7 +49,7 @@ class Cluster:
                 except Empty:
                     told = f"{len(replicas)} of {len(channels)} replicas answered within {seconds:.0f} seconds"
                     raise TimeoutError(f"{told}; Ray's logs say why") from None
-            self.front = ServingFront(replicas, tokenizer, store, at_close=self._loop.close)
+            self.front = ServingFront(replicas, tokenizer, store, loop=self._loop)
             self._add = self.front.add
         except BaseException:
             self._loop.close()
@@ -128,7 +128,7 @@ class FrontServer:
                 self._server.run()
             listens.set()
 
-        self._server = make_server(front, settings, close_engine=False)  # type: ignore[arg-type]
+        self._server = make_server(front, settings, close_engine=False)
         self._server.ready = ready
         self._thread = Thread(target=run, name="lmstate-http", daemon=True)
         self._thread.start()

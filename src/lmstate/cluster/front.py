@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from threading import Lock
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
@@ -25,10 +25,11 @@ from lmstate.engine.session import check_name
 from lmstate.generation.params import SamplingParams, sampling_params
 from lmstate.generation.prompts import are_messages
 from lmstate.generation.thinking import ThinkingFormat
+from lmstate.state.validate import token_ids
 from lmstate.text.replay import Replay
 
 if TYPE_CHECKING:
-    from lmstate.models.model import Model
+    from lmstate.engine.serving import ServingModel
 
 MOVERS = 4  # threads on which requests move
 SESSIONS = 100_000  # whose lengths are remembered
@@ -42,7 +43,9 @@ class Front:
     costs     seconds of reading and fetching, by which replicas are chosen
     """
 
-    def __init__(self, replicas: Sequence[ReplicaHandle], model: Model, *, costs: RouteCosts | None = None) -> None:
+    def __init__(
+        self, replicas: Sequence[ReplicaHandle], model: ServingModel, *, costs: RouteCosts | None = None
+    ) -> None:
         if not replicas:
             raise ValueError("a Front was asked for without replicas; give one or more")
         self.model = model
@@ -103,6 +106,7 @@ class Front:
             params = replace(params, seed=int(torch.randint(2**62, ())))
         ids: list[int] = []
         told: str | list[int] | list[dict[str, Any]]
+        given: Any = prompt
         if session is None:
             if idempotency_key is not None:
                 raise ValueError("an idempotency_key was given; it is for turns of a session")
@@ -112,7 +116,12 @@ class Front:
         else:
             check_name(session)
             idempotency_key = idempotency_key or uuid4().hex
-            told = [dict(message) for message in prompt] if are_messages(prompt) else cast("str | list[int]", prompt)
+            if isinstance(prompt, str):
+                told = prompt
+            elif are_messages(prompt):
+                told = [dict(message) for message in prompt]
+            else:
+                told = token_ids(given, "the prompt", self.model.config.vocab_size)
             key = route_key([], session=session, tenant=salt)
             key = replace(key, tokens=self._lengths.get(session, 0) + len(prompt))
         work = Work(told, params, priority, deadline, itl, session, idempotency_key, salt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,12 @@ class RayChannel:
 
     async def call(self, method: str, told: bytes) -> bytes:
         with _lost():
-            found: bytes = await self._handle.options(method_name=method).remote(told)
+            response = self._handle.options(method_name=method).remote(told)
+            try:
+                found: bytes = await response
+            except asyncio.CancelledError:
+                response.cancel()
+                raise
             return found
 
     async def stream(self, method: str, told: bytes) -> AsyncGenerator[bytes]:

@@ -10,7 +10,8 @@ from threading import Lock, Thread
 from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
-import msgspec
+import torch
+from torch import Tensor
 
 from lmstate.cluster.handle import Listener, ReplicaLost, Told, Work
 from lmstate.cluster.wire import (
@@ -20,7 +21,6 @@ from lmstate.cluster.wire import (
     WireNote,
     WireQuestion,
     WireView,
-    error_of_wire,
     news_of_wire,
     pack,
     unpack,
@@ -64,9 +64,13 @@ class CallLoop:
 
         self._loop.call_soon_threadsafe(create)
 
+    def start(self, work: Coroutine[Any, Any, Found]) -> Future[Found]:
+        """Run it. Cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def run(self, work: Coroutine[Any, Any, Found], seconds: float) -> Found:
         """Wait for its result, on another thread than the loop's. Raises ReplicaLost after so many seconds."""
-        future: Future[Found] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self.start(work)
         try:
             return future.result(seconds)
         except TimeoutError:
@@ -129,7 +133,8 @@ class RemoteReplica:
 
     def submit(self, work: Work, answered: list[list[int]], listener: Listener) -> RemoteErrand:
         """Send a request. Its refusal is the outcome that the listener hears. Raises UnsupportedError, ReplicaLost."""
-        errand = RemoteErrand(self, [] if work.session is not None else list(work.prompt))  # type: ignore[arg-type]
+        known = [] if work.session is not None else [one for one in work.prompt if isinstance(one, int)]
+        errand = RemoteErrand(self, known)
         told = pack(work_to_wire(work, answered, self.id, errand.id))
         with self._lock:
             self._refuse_lost()
@@ -185,10 +190,14 @@ class RemoteReplica:
 
     def _asked(self, method: str, question: WireQuestion, kind: type[Found], seconds: float) -> Found:
         self._refuse_lost()
-        answer = unpack(self._loop.run(self._channel.call(method, pack(question)), seconds), WireAnswer)
-        if answer.error is not None:
-            raise error_of_wire(answer.error)
-        return msgspec.msgpack.decode(answer.found, type=kind)
+        return unpack(self._loop.run(self._channel.call(method, pack(question)), seconds), WireAnswer).read(kind)
+
+    async def embed(self, tokens: list[int], pooling: str) -> Tensor:
+        """As `Engine.embed`, on the loop."""
+        self._refuse_lost()
+        asked = pack(WireQuestion("embed", tokens, pooling=pooling))
+        answer = unpack(await self._channel.call("embed", asked), WireAnswer)
+        return torch.tensor(answer.read(list[float]))
 
     def load(self) -> Load:
         """As of the last view: the same object until the next one."""

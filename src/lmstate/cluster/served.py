@@ -76,7 +76,8 @@ class ServedEngine:
         return pack(
             WireFacts(
                 self.id, self.rank, os.getpid(), engine.namespace, engine.rows, model.fingerprint, model.config,
-                len(model.blocks), model.max_positions, model.context_size, sorted(model.eos_ids), model.defaults,
+                len(model.blocks), model.max_positions, model.context_size,
+                model.weight_totals, sorted(model.eos_ids), model.defaults,
             )
         )  # fmt: skip
 
@@ -150,13 +151,22 @@ class ServedEngine:
             "held": lambda: engine.held(tokens, salt or ""),
             "prefixes": lambda: engine.prefixes(tokens, salt),
             "resident": engine.resident,
-            "rewind_window": engine.rewind_window,
+            "rewind_window": lambda: [engine.rewind_window()],
             "stats": engine.stats,
             "tree": lambda: engine.tree(salt),
         }
         if (look := looks.get(question.about)) is None:
             raise ValueError(f"unknown question {question.about!r}; expected one of {sorted(looks)}")
         return look()
+
+    async def embed(self, told: bytes) -> bytes:
+        """`WireAnswer`: the numbers of a text's vector."""
+        try:
+            question = unpack(told, WireQuestion)
+            vector = await asyncio.wrap_future(self.engine.embed(question.tokens, question.pooling))
+            return pack(WireAnswer(_raw(vector.tolist())))
+        except Exception as error:
+            return pack(WireAnswer(error=error_to_wire(error)))
 
     async def drain(self, told: bytes) -> bytes:
         """`WireAnswer`: whether the store took all, once running requests ended or were told to go on elsewhere."""

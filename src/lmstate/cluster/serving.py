@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any
+
+from torch import Tensor
 
 from lmstate.cluster.front import Front
+from lmstate.cluster.handle import ReplicaLost
 from lmstate.cluster.key import route_key
 from lmstate.cluster.placement import RouteCosts
-from lmstate.cluster.remote import RemoteReplica
+from lmstate.cluster.remote import CallLoop, RemoteReplica
 from lmstate.cluster.wire import WireFacts
 from lmstate.engine.conversations import Conversations
-from lmstate.engine.options import prompt_ids
+from lmstate.engine.options import check_length, prompt_ids
 from lmstate.engine.prefix.picture import Prefix
 from lmstate.engine.request import Request
 from lmstate.engine.results import EngineClosed, Reuse
@@ -26,15 +29,13 @@ from lmstate.engine.tiers.fetch import PatientRecords
 from lmstate.errors import UnsupportedError
 from lmstate.generation.params import SamplingParams
 from lmstate.models.config import ModelConfig
+from lmstate.models.describe import WeightTotals
 from lmstate.speculation import DraftReport
+from lmstate.state.validate import token_ids
 from lmstate.text.replay import Replay
 from lmstate.text.tokenizer import Tokenizer
-from lmstate.vision.reader import PicturePrompt
+from lmstate.vision.reader import PicturePrompt, PictureReader
 
-if TYPE_CHECKING:
-    from lmstate.models.model import Model
-
-Result = TypeVar("Result")
 NO_STORE = "the replicas share no store, so that there are no sessions: start the server with --store URL"
 NOT_HERE = "is not served by a front of several replicas: ask a server of one"
 
@@ -48,17 +49,23 @@ class RemoteModel:
     blocks: range  # as many as there are layers
     max_positions: int | None
     context_size: int | None
+    weight_totals: WeightTotals
     eos_ids: frozenset[int]
     defaults: dict[str, Any]
     _tokenizer: Tokenizer | None
 
     @staticmethod
-    def of(facts: WireFacts, tokenizer: Tokenizer | None) -> Model:
-        """For callers that take a model and compute nothing with it."""
-        limits = facts.max_positions, facts.context_size, frozenset(facts.eos_ids)
-        return cast(
-            "Model",
-            RemoteModel(facts.fingerprint, facts.config, range(facts.layers), *limits, facts.defaults, tokenizer),
+    def of(facts: WireFacts, tokenizer: Tokenizer | None) -> RemoteModel:
+        return RemoteModel(
+            facts.fingerprint,
+            facts.config,
+            range(facts.layers),
+            facts.max_positions,
+            facts.context_size,
+            facts.weights,
+            frozenset(facts.eos_ids),
+            facts.defaults,
+            tokenizer,
         )
 
     @property
@@ -71,24 +78,16 @@ class RemoteModel:
             raise UnsupportedError("the checkpoint has no tokenizer")
         return self._tokenizer
 
-    @property
-    def parts(self) -> Any:
-        """Raises UnsupportedError: there are no weights here."""
-        raise UnsupportedError(f"a list of the weights {NOT_HERE}")
-
-    def pictures(self) -> Any:
+    def pictures(self) -> PictureReader:
         """Raises UnsupportedError: replicas are sent text."""
         raise UnsupportedError(f"a picture {NOT_HERE}")
-
-    def new_state(self, *args: object, **options: object) -> Any:
-        """Raises UnsupportedError: nothing is computed here."""
-        raise UnsupportedError(f"computing embeddings {NOT_HERE}")
 
 
 class ServingFront(Front):
     """A front over remote replicas in the place of an engine.
 
     store  URL of the store that all replicas share; None: there is none, and no sessions
+    loop   on which the replicas are called; it is closed with the front
     """
 
     def __init__(
@@ -97,14 +96,14 @@ class ServingFront(Front):
         tokenizer: Tokenizer | None,
         store: str | None,
         *,
+        loop: CallLoop,
         costs: RouteCosts | None = None,
-        at_close: Callable[[], None] = lambda: None,
     ) -> None:
         model = RemoteModel.of(replicas[0].facts, tokenizer)
         super().__init__(replicas, model, costs=costs or RouteCosts(fetch=None if store is None else 0.01))
         self._tier = None if store is None else open_tier(store, self.namespace, 0)
         self._conversations = Conversations(model, None, Replay(), self._tier)
-        self._at_close = at_close
+        self._loop = loop
 
     # ---- sessions: records are the store's, turns are made at replicas
 
@@ -197,13 +196,17 @@ class ServingFront(Front):
 
     # ---- looking in
 
-    def explain(self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]], salt: str = "") -> Reuse:
+    def explain(
+        self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | PicturePrompt, salt: str = ""
+    ) -> Reuse:
         """Tokens of a prompt that would be reused now where it would go, and why not more."""
+        prompt = prompt.tokens if isinstance(prompt, PicturePrompt) else prompt
         ids = prompt_ids(self.model, prompt, self._replay, salt)
         return self._home(ids, salt).look("explain", Reuse, ids, salt)
 
-    def held(self, tokens: Sequence[int], salt: str = "") -> dict[str, int]:
+    def held(self, tokens: Sequence[int] | PicturePrompt, salt: str = "") -> dict[str, int]:
         """Bytes of a state that has these tokens, by layer kind, where it would go."""
+        tokens = tokens.tokens if isinstance(tokens, PicturePrompt) else tokens
         return self._home(tokens, salt).look("held", dict[str, int], list(tokens), salt)
 
     def prefixes(self, tokens: Sequence[int] = (), salt: str | None = None) -> list[Prefix]:
@@ -211,7 +214,7 @@ class ServingFront(Front):
         return self._home(tokens, salt or "").look("prefixes", list[Prefix], list(tokens), salt)
 
     def rewind_window(self) -> int | None:
-        return self._home([0], "").look("rewind_window", int | None)  # type: ignore[arg-type]
+        return self._home([0], "").look("rewind_window", list[int | None])[0]
 
     def tree(self, salt: str | None = None) -> str:
         """The prefix stores of all replicas as text."""
@@ -248,9 +251,21 @@ class ServingFront(Front):
             sum(report.seconds_saved for report in reports),
         )
 
-    def call(self, function: Callable[[Model], Result]) -> Future[Result]:
-        """Raises UnsupportedError: a function is not sent to a replica."""
-        raise UnsupportedError(f"computing embeddings {NOT_HERE}")
+    def embed(self, tokens: Sequence[int], pooling: str = "mean") -> Future[Tensor]:
+        """As `Engine.embed`, at the replica that is estimated to read it soonest."""
+        ids = token_ids(tokens, "the text", self.model.config.vocab_size)
+        check_length(self.model, ids)
+        return self._loop.start(self._embedded(ids, pooling))
+
+    async def _embedded(self, tokens: list[int], pooling: str) -> Tensor:
+        lost: ReplicaLost | None = None
+        for replica in self.by_choice(route_key(tokens)):
+            if isinstance(replica, RemoteReplica):
+                try:
+                    return await replica.embed(tokens, pooling)
+                except ReplicaLost as error:
+                    lost = error
+        raise lost or EngineClosed("no replica answers now")
 
     def drain(self, seconds: float = 0.0) -> bool:
         """Take no more requests; those that run are told that the server ends."""
@@ -264,7 +279,7 @@ class ServingFront(Front):
         super().close()
         if self._tier is not None:
             self._tier.close()
-        self._at_close()
+        self._loop.close()
 
     def remote(self) -> list[RemoteReplica]:
         """The replicas that are not lost."""

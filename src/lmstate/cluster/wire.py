@@ -27,6 +27,7 @@ from lmstate.generation.logprobs import TokenLogprob
 from lmstate.generation.params import SamplingParams
 from lmstate.generation.row import Finish
 from lmstate.models.config import ModelConfig
+from lmstate.models.describe import WeightTotals
 
 # Errors that keep their class on the way; what is of a subclass goes as the nearest of these.
 ERRORS: dict[str, type[Exception]] = {
@@ -37,6 +38,7 @@ ERRORS: dict[str, type[Exception]] = {
     )
 }  # fmt: skip
 Message = TypeVar("Message", bound=msgspec.Struct)
+Found = TypeVar("Found")
 
 
 @runtime_checkable
@@ -124,6 +126,7 @@ class WireFacts(msgspec.Struct, frozen=True):
     layers: int
     max_positions: int | None
     context_size: int | None
+    weights: WeightTotals
     eos_ids: list[int]
     defaults: dict[str, Any]
 
@@ -135,11 +138,21 @@ class WireQuestion(msgspec.Struct, frozen=True):
     tokens: list[int] = []
     salt: str | None = None
     seconds: float = 0.0
+    pooling: str = ""
 
 
 class WireAnswer(msgspec.Struct, frozen=True):
     found: msgspec.Raw = msgspec.Raw(b"\xc0")  # MessagePack's null
     error: WireError | None = None
+
+    def read(self, kind: type[Found]) -> Found:
+        """Return the result. Raises the error of the other side, and ReplicaLost for what is of another kind."""
+        if self.error is not None:
+            raise error_of_wire(self.error)
+        try:
+            return msgspec.msgpack.decode(self.found, type=kind)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise ReplicaLost(f"an answer that is no {kind} came over the wire: {error}") from None
 
 
 def pack(message: object) -> bytes:

@@ -22,7 +22,7 @@ from lmstate.text.replay import Replay
 from lmstate.vision.reader import named
 
 if TYPE_CHECKING:
-    from lmstate.models.model import Model
+    from lmstate.engine.serving import ServingModel
 
 LOG = logging.getLogger(__name__)
 
@@ -31,7 +31,13 @@ class Conversations:
     """Sessions by name. The methods before `hold` are for any thread, the others for the engine's."""
 
     def __init__(
-        self, model: Model, prefixes: PrefixStore | None, replay: Replay, tier: Tier | None, *, durable: bool = True
+        self,
+        model: ServingModel,
+        prefixes: PrefixStore | None,
+        replay: Replay,
+        tier: Tier | None,
+        *,
+        durable: bool = True,
     ) -> None:
         """`prefixes`: where sessions hold what they need; None where turns are computed elsewhere. `durable`: whether a
         turn ends once its record is stored."""

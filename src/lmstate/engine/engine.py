@@ -19,10 +19,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
+from torch import Tensor
 
 from lmstate.engine.conversations import Conversations
 from lmstate.engine.delivery import Delivery
 from lmstate.engine.drafting import Drafting
+from lmstate.engine.embedding import EmbeddedText
 from lmstate.engine.job import Job, Reader, Terms
 from lmstate.engine.memory import RowCost
 from lmstate.engine.options import (
@@ -396,6 +398,21 @@ class Engine:
             self._commands.append((function, future))
             self._changed.notify_all()
         return future
+
+    def embed(self, tokens: Sequence[int], pooling: str = "mean") -> Future[Tensor]:
+        """Read a text, and pool its hidden states after the last norm: float32 `[E]`.
+
+        pooling  "mean" of all tokens, the "last" one's, or the first one's: "cls"
+
+        Cancelling it ends the reading. Raises ValueError for an unknown pooling and for a text that the model cannot
+        read.
+        """
+        ids = token_ids(tokens, "the text", self.model.config.vocab_size)
+        check_length(self.model, ids)
+        work = self._work
+        text = EmbeddedText(self.model, ids, pooling, self.call, lambda: bool(work.reading or work.answering))
+        text.go_on()
+        return text.vector
 
     def explain(
         self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | PicturePrompt, salt: str = ""

@@ -15,7 +15,7 @@ from lmstate.vision.reader import PicturePrompt, named, pictures_of
 if TYPE_CHECKING:
     import torch
 
-    from lmstate.models.model import Model
+    from lmstate.engine.serving import ServingModel
     from lmstate.text.replay import Replay
 
 MAX_SALT = 128  # characters
@@ -27,7 +27,7 @@ def check_salt(salt: object) -> None:
         raise ValueError(f"salt is {salt!r:.80}; it must be a printable text of at most {MAX_SALT} characters")
 
 
-def read_prompt(model: Model, prompt: Any, replay: Replay, salt: str = "") -> PicturePrompt:
+def read_prompt(model: ServingModel, prompt: Any, replay: Replay, salt: str = "") -> PicturePrompt:
     """The ids and pictures of a prompt: a text, ids, chat messages, or what `Model.encode` gave.
 
     `(text,)` follows another text, and gets no begin token. Raises ValueError if it is none of these.
@@ -44,7 +44,7 @@ def read_prompt(model: Model, prompt: Any, replay: Replay, salt: str = "") -> Pi
     return read
 
 
-def prompt_ids(model: Model, prompt: Any, replay: Replay, salt: str = "") -> list[int]:
+def prompt_ids(model: ServingModel, prompt: Any, replay: Replay, salt: str = "") -> list[int]:
     """The ids of a prompt of text alone, as `read_prompt` takes it. Raises ValueError for pictures too."""
     if are_messages(prompt):
         if pictures_of(prompt):
@@ -55,14 +55,14 @@ def prompt_ids(model: Model, prompt: Any, replay: Replay, salt: str = "") -> lis
     elif isinstance(prompt, tuple) and len(prompt) == 1 and isinstance(prompt[0], str):
         ids = model.tokenizer.encode(prompt[0], add_special_tokens=False)
     else:
-        rows, single = as_token_lists(model._tokenizer, prompt, None)
+        rows, single = as_token_lists(model.tokenizer if model.has_tokenizer else None, prompt, None)
         if not single:
             raise ValueError(f"submit takes one prompt, and this is a list of {len(rows)}: submit each by itself")
         ids = rows[0]
     return ids
 
 
-def answered_ids(answered: Any, params: SamplingParams, model: Model) -> list[list[int]]:
+def answered_ids(answered: Any, params: SamplingParams, model: ServingModel) -> list[list[int]]:
     """The tokens that each answer of a request began with elsewhere; [] if none did.
 
     Raises ValueError for what is no list of tokens for each answer, or could not be gone on with to the bit.
@@ -79,7 +79,7 @@ def answered_ids(answered: Any, params: SamplingParams, model: Model) -> list[li
     return lists
 
 
-def check_length(model: Model, ids: Sequence[int]) -> None:
+def check_length(model: ServingModel, ids: Sequence[int]) -> None:
     """Raises ValueError for a text that the model cannot continue."""
     if not ids:
         raise ValueError("the prompt has no tokens: there is nothing to continue")

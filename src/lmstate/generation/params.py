@@ -10,7 +10,7 @@ from lmstate.generation.grammar import Grammar, check_grammar
 from lmstate.generation.sampling import Sampler
 from lmstate.generation.stopping import as_stops
 from lmstate.generation.thinking import ThinkingFormat
-from lmstate.language_model import LanguageModel
+from lmstate.language_model import DescribedModel
 from lmstate.state.validate import flag, token_ids, whole_number
 
 MAX_TOP_LOGPROBS = 1024
@@ -79,7 +79,7 @@ class SamplingParams(Sampler):
         """The tokens that end an answer, of a model with these end-of-sequence tokens."""
         return (frozenset() if self.ignore_eos else eos_ids) | frozenset(self.stop_token_ids)
 
-    def check(self, model: LanguageModel) -> None:
+    def check(self, model: DescribedModel) -> None:
         """Raise ValueError for what does not fit together or does not fit the model.
 
         Raises UnsupportedError for a limit on the thinking of a model whose chat template has no thinking section.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,20 @@ def bytes_by_kind(weights: Sequence[Tensor | Weight]) -> Counter[str]:
     for weight in weights:
         kinds[str(weight.dtype).removeprefix("torch.") if isinstance(weight, Tensor) else weight.kind] += weight.nbytes
     return kinds
+
+
+@dataclass(frozen=True)
+class WeightTotals:
+    """The weights of a model together. `nbytes`: by storage, the largest first."""
+
+    parameters: int
+    nbytes: dict[str, int]
+
+    @staticmethod
+    def of(parts: Any) -> WeightTotals:
+        """Those of a tree of modules."""
+        weights = stored_weights(parts)
+        return WeightTotals(sum(map(parameter_count, weights)), dict(bytes_by_kind(weights).most_common()))
 
 
 def describe(

@@ -21,7 +21,7 @@ from lmstate.language_model import Logits
 from lmstate.models.block import Block, new_layers
 from lmstate.models.compiled import STATIC_CHUNK, check_static, device_logits, mark_static, traceable
 from lmstate.models.config import ModelConfig
-from lmstate.models.describe import describe
+from lmstate.models.describe import WeightTotals, describe
 from lmstate.models.encoder import Encoder
 from lmstate.models.fingerprint import fingerprint
 from lmstate.models.forward import Forward, Head, Keep, Run
@@ -171,6 +171,11 @@ class Model:
         whole = self.embed, self.blocks, self.norm, self.head, self.head_bias, self.entry, self.exit
         more = (self.heads, self.encoder) if self.encoder is not None else (self.heads,) if self.heads else ()
         return *whole, *more
+
+    @property
+    def weight_totals(self) -> WeightTotals:
+        """Number of parameters, and bytes by storage."""
+        return WeightTotals.of(self.parts)
 
     @property
     def fingerprint(self) -> str:

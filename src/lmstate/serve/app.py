@@ -54,7 +54,7 @@ from lmstate.serve.wire.schema.responses import ConversationBody, ItemsBody, Met
 from lmstate.serve.wire.schema.sessions import RewindBody, SendBody, SessionBody
 
 if TYPE_CHECKING:
-    from lmstate.engine import Engine
+    from lmstate.engine.serving import ServingEngine
 
 
 async def _openapi(pool: ModelPool, request: Request) -> ASGIApp:
@@ -231,7 +231,7 @@ PATHS = (
 )
 
 
-def create_app(models: Engine | ModelPool, settings: Settings, *, close_engine: bool = True) -> Starlette:
+def create_app(models: ServingEngine | ModelPool, settings: Settings, *, close_engine: bool = True) -> Starlette:
     """The server of an engine, or of a pool of models, for any ASGI server.
 
     At its shutdown the engines are closed unless told otherwise.

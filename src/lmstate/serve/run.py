@@ -19,7 +19,7 @@ from lmstate.serve.settings import Settings
 from lmstate.serve.wire.errors import ApiError
 
 if TYPE_CHECKING:
-    from lmstate.engine import Engine
+    from lmstate.engine.serving import ServingEngine
     from lmstate.serve.answer.pool import ModelPool
     from lmstate.serve.answer.service import Service
 
@@ -183,7 +183,7 @@ def most_connections(wanted: int) -> int:
     return wanted if soft == resource.RLIM_INFINITY else max(min(wanted, soft - OWN_FILES), 16)
 
 
-def make_server(models: Engine | ModelPool, settings: Settings, *, close_engine: bool = True) -> Server:
+def make_server(models: ServingEngine | ModelPool, settings: Settings, *, close_engine: bool = True) -> Server:
     """A server, not started: `run()` blocks, `await serve()` does not."""
     app = create_app(models, settings, close_engine=close_engine)
     config = uvicorn.Config(

@@ -16,7 +16,7 @@ from lmstate.serve.settings import Settings
 from lmstate.serve.wire.errors import ApiError
 
 if TYPE_CHECKING:
-    from lmstate.engine import Engine
+    from lmstate.engine.serving import ServingEngine
     from lmstate.engine.tiers import RecordStore
 
 log = logging.getLogger("lmstate.serve")
@@ -30,7 +30,7 @@ class ModelSource:
     """A model that can be loaded. `nbytes`: of its files; `config`: reads its config.json, without weights."""
 
     name: str  # that clients ask by
-    load: Callable[[], Engine]
+    load: Callable[[], ServingEngine]
     given_name: str | None = None
     nbytes: int = 0
     config: Callable[[], dict[str, Any]] = dict
@@ -123,7 +123,7 @@ class ModelPool:
         self._attach: Callable[[Service], Attached] | None = None
 
     @staticmethod
-    def of(engine: Engine, settings: Settings) -> ModelPool:
+    def of(engine: ServingEngine, settings: Settings) -> ModelPool:
         """The pool of one model that is loaded, and stays."""
         source = ModelSource(settings.model_name, lambda: engine, settings.given_name)
         pool = ModelPool([source], settings, records=engine.stored_records())
@@ -262,6 +262,6 @@ async def _end(service: Service, attached: Attached | None, close_engine: bool) 
         await asyncio.to_thread(_close_last, [service.engine])
 
 
-def _close_last(engines: list[Engine]) -> None:
+def _close_last(engines: list[ServingEngine]) -> None:
     """Close an engine that only the list holds: the thread must not keep it alive once its end is told."""
     engines.pop().close()

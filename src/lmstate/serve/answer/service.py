@@ -29,7 +29,8 @@ from lmstate.serve.wire.tenants import caller
 from lmstate.text.replay import Replay, Sampled, link
 
 if TYPE_CHECKING:
-    from lmstate.engine import Completion, Engine, Piece, Request, Session
+    from lmstate.engine import Completion, Piece, Request, Session
+    from lmstate.engine.serving import ServingEngine
 
 log = logging.getLogger("lmstate.serve")
 
@@ -120,7 +121,7 @@ class ChatTask:
 class Service:
     """The engine with all that the routes need beside it."""
 
-    def __init__(self, engine: Engine, settings: Settings) -> None:
+    def __init__(self, engine: ServingEngine, settings: Settings) -> None:
         self.engine = engine
         self.model = engine.model
         self.tokenizer = engine.model.tokenizer

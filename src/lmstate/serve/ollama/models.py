@@ -11,7 +11,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from lmstate.models.describe import bytes_by_kind, parameter_count, stored_weights
 from lmstate.serve.answer.handlers import json_response
 from lmstate.serve.answer.pool import ModelPool, ServedModel
 from lmstate.serve.answer.service import Service
@@ -112,7 +111,7 @@ def _facts(service: Service) -> dict[str, Any]:
         "template": service.tokenizer.template_source or "",
         "model_info": {
             "general.architecture": family,
-            "general.parameter_count": _parameters(service),
+            "general.parameter_count": service.model.weight_totals.parameters,
             f"{family}.block_count": len(service.model.blocks),
             f"{family}.context_length": service.context or 0,
             f"{family}.embedding_length": config.hidden_size,
@@ -140,7 +139,7 @@ def _listed(served: ServedModel, name: str) -> dict[str, Any]:
     service = served.service
     size = served.source.nbytes
     if service is not None:
-        size = sum(bytes_by_kind(stored_weights(service.model.parts)).values())
+        size = sum(service.model.weight_totals.nbytes.values())
     return {
         "name": tagged(name),
         "model": tagged(name),
@@ -171,9 +170,9 @@ def _details(service: Service | None) -> dict[str, Any]:
     }
     if service is None:
         return told
-    family, count = service.model.config.family, _parameters(service)
+    family, totals = service.model.config.family, service.model.weight_totals
+    count, stored = totals.parameters, next(iter(totals.nbytes))
     size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"
-    (stored, _), *_ = bytes_by_kind(stored_weights(service.model.parts)).most_common(1)
     return {**told, "family": family, "families": [family], "parameter_size": size, "quantization_level": stored}
 
 
@@ -186,10 +185,6 @@ def _capabilities(service: Service) -> list[str]:
     if any(all(service.tokenizer.id_of(word) is not None for word in words) for words in FILL_IN):
         can.append("insert")
     return can
-
-
-def _parameters(service: Service) -> int:
-    return sum(map(parameter_count, stored_weights(service.model.parts)))
 
 
 def _modified(served: ServedModel) -> str:

@@ -7,13 +7,11 @@ import base64
 import struct
 from typing import Any
 
-import torch
 from starlette.requests import Request
 from starlette.types import ASGIApp
 from torch import Tensor
 
-from lmstate import ops
-from lmstate.models.model import Model
+from lmstate.engine.embedding import POOLINGS
 from lmstate.serve.answer.handlers import json_response
 from lmstate.serve.answer.service import Service
 from lmstate.serve.openai.completions import as_list, prompt_ids
@@ -21,38 +19,6 @@ from lmstate.serve.wire.body import wrong
 from lmstate.serve.wire.errors import ApiError
 from lmstate.serve.wire.schema.completions import EmbeddingBody
 from lmstate.serve.wire.sse import unless_gone
-
-POOLINGS = ("mean", "last", "cls")
-BESIDE_STREAMS, ALONE = 64, 512  # tokens of a text that are read in one go
-
-
-async def hidden_states(service: Service, tokens: list[int]) -> Tensor:
-    """The hidden states of a sequence, which the head would read: float32 `[T, E]`.
-
-    Each part is a call of its own, between which the engine goes on with its streams.
-    """
-    state = service.model.new_state(rewind=0)
-    state.expect(0, len(tokens))
-
-    def read(model: Model) -> Tensor:
-        start = state.lengths[0]
-        count = BESIDE_STREAMS if service.running else ALONE
-        return ops.norm(model.hidden([tokens[start : start + count]], state)[0], model.norm)
-
-    parts: list[Tensor] = []
-    while state.lengths[0] < len(tokens):
-        parts.append(await asyncio.wrap_future(service.engine.call(read)))
-    return torch.cat(parts)
-
-
-def pooled(hidden: Tensor, pooling: str, dimensions: int | None) -> Tensor:
-    """One vector `[E]` (or its first `dimensions`) of length 1, from `[T, E]`."""
-    if pooling == "mean":
-        vector = hidden.mean(0)
-    else:
-        vector = hidden[-1 if pooling == "last" else 0]
-    vector = vector[:dimensions].float()
-    return vector / vector.norm().clamp_min(1e-12)
 
 
 async def embeddings(service: Service, request: Request, body: EmbeddingBody) -> ASGIApp:
@@ -105,8 +71,9 @@ async def embedded(
         )
     vectors = []
     for tokens in prompts:
-        hidden = await unless_gone(request.receive, hidden_states(service, tokens))
-        vectors.append(pooled(hidden, pooling, size))
+        pooled = await unless_gone(request.receive, asyncio.wrap_future(service.engine.embed(tokens, pooling)))
+        vector = pooled[:size]
+        vectors.append(vector / vector.norm().clamp_min(1e-12))
     return vectors
 
 

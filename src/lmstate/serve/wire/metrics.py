@@ -11,7 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from lmstate.engine import Completion, Engine
+    from lmstate.engine import Completion
+    from lmstate.engine.serving import ServingEngine
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2.5)
@@ -32,7 +33,7 @@ GAUGES = frozenset(
 class Metrics:
     """Counters and histograms of a server. Thread-safe."""
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
+    def __init__(self, engine: ServingEngine, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._model = model_name
         self.registry.register(EngineCollector(engine, model_name))
@@ -122,7 +123,7 @@ class _AllModels(Collector):
 class EngineCollector(Collector):
     """The engine's own numbers, read when asked for."""
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
+    def __init__(self, engine: ServingEngine, model_name: str) -> None:
         self._engine = engine
         self._model = model_name
 

@@ -1,0 +1,127 @@
+"""An engine and its model as a server needs them: here, or in other processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence, Sized
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from lmstate.engine.session import SessionHost
+from lmstate.language_model import DescribedModel
+
+if TYPE_CHECKING:
+    from lmstate.engine.prefix.picture import Prefix
+    from lmstate.engine.request import Request
+    from lmstate.engine.results import Load, Reuse
+    from lmstate.engine.session import Record, Session
+    from lmstate.engine.tiers import RecordStore
+    from lmstate.generation.params import SamplingParams
+    from lmstate.models.config import ModelConfig
+    from lmstate.models.describe import WeightTotals
+    from lmstate.speculation import DraftReport
+    from lmstate.vision.reader import PicturePrompt, PictureReader
+
+
+class ServingModel(DescribedModel, Protocol):
+    """A model that computes elsewhere; `lmstate.Model` is one too."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def blocks(self) -> Sized: ...
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions that it has learned; None for any number."""
+        ...
+
+    @property
+    def context_size(self) -> int | None:
+        """Tokens that a text may have; None for any number."""
+        ...
+
+    @property
+    def weight_totals(self) -> WeightTotals: ...
+
+    def pictures(self) -> PictureReader:
+        """The reader of its pictures. Raises as `lmstate.Model.encode` does."""
+        ...
+
+
+class ServingEngine(SessionHost, Protocol):
+    """The part of an engine that a server uses: see `Engine`. A front of several replicas is one as well."""
+
+    @property
+    def model(self) -> ServingModel: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def unstored(self) -> int: ...
+
+    def submit(
+        self,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | PicturePrompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        session: str | Session | None = None,
+        itl: float | None = None,
+        idempotency_key: str | None = None,
+        salt: str = "",
+        **changes: Any,
+    ) -> Request: ...
+
+    def embed(self, tokens: Sequence[int], pooling: str = "mean") -> Future[Tensor]: ...
+
+    def session(self, name: str, salt: str = "") -> Session: ...
+
+    def find_session(self, name: str, salt: str = "") -> Session | None: ...
+
+    def sessions(self) -> list[str]: ...
+
+    def new_session(self, name: str, record: Record, salt: str = "") -> Session: ...
+
+    def load_session(self, name: str, path: str | os.PathLike[str], salt: str = "") -> Session: ...
+
+    def save_session(self, record: Record, path: Path, salt: str = "") -> None: ...
+
+    def stored_records(self) -> RecordStore | None: ...
+
+    def explain(
+        self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | PicturePrompt, salt: str = ""
+    ) -> Reuse: ...
+
+    def held(self, tokens: Sequence[int] | PicturePrompt, salt: str = "") -> dict[str, int]: ...
+
+    def prefixes(self, tokens: Sequence[int] = (), salt: str | None = None) -> list[Prefix]: ...
+
+    def rewind_window(self) -> int | None: ...
+
+    def tree(self, salt: str | None = None) -> str: ...
+
+    def clear_prefixes(self, salt: str | None = None) -> None: ...
+
+    def at_work(self) -> list[int]: ...
+
+    def resident(self) -> list[str]: ...
+
+    def draft_report(self) -> DraftReport: ...
+
+    def load(self) -> Load: ...
+
+    def stats(self) -> dict[str, float]: ...
+
+    def drain(self, seconds: float = 0.0) -> bool: ...
+
+    def close(self) -> None: ...
