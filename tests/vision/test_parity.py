@@ -29,6 +29,7 @@ AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope
 VISUAL = {
     "depth": 2, "hidden_size": 32, "intermediate_size": 40, "num_heads": 4, "patch_size": 4, "out_hidden_size": 48,
 }  # fmt: skip
+DEEP = {"num_position_embeddings": 16, "deepstack_visual_indexes": [1, 0]}
 # Class of the config, and what its tower's has beside `VISUAL`.
 WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4v": ("Glm4v", {"image_size": 16}),
@@ -36,6 +37,8 @@ WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
     "glm_ocr": ("GlmOcr", {"image_size": 16}),
     "qwen3_5": ("Qwen3_5", {"num_position_embeddings": 16}),
     "qwen3_5_moe": ("Qwen3_5Moe", {"num_position_embeddings": 16}),
+    "qwen3_vl": ("Qwen3VL", DEEP),
+    "qwen3_vl_moe": ("Qwen3VLMoe", DEEP),
 }
 DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 8,
@@ -50,6 +53,14 @@ def sections(*counts: int, fraction: float = 1.0) -> dict[str, Any]:
 
 
 MORE: dict[str, dict[str, Any]] = {  # of the text's config
+    "qwen3_vl": {**sections(4, 2, 2), "head_dim": 16},
+    "qwen3_vl_moe": {
+        **sections(4, 2, 2),
+        "head_dim": 16,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
     "glm4v": sections(1, 1, 1, fraction=0.75),
     "glm4v_moe": {**sections(1, 1, 2, fraction=0.5), **EXPERTS, "head_dim": 16},
     "glm_ocr": {**sections(4, 2, 2), "head_dim": 16},

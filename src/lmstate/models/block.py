@@ -17,6 +17,7 @@ from lmstate.models.layers.mlp import MLP, FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts
 from lmstate.ops import Norm, Residual
 from lmstate.state import KeyValueState, LayerState, Layout, SharedState, Step
+from lmstate.state.media import deepened
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +82,16 @@ class Block:
         if not isinstance(self.mlp, MLP | MixtureOfExperts):
             return ()
         return self.mlp.sublayers(self.mlp_norm, self.mlp_post_norm, self.scale, self.parallel)
+
+
+def adding(block: Block, index: int) -> Block:
+    """A block behind which the pictures of a step add to the stream, as they do behind that of this number."""
+
+    def hook(x: Tensor, step: Step) -> Tensor:
+        own = x if block.output_hook is None else block.output_hook(x, step)
+        return deepened(own, step.media, step.starts, step.ends, index)
+
+    return replace(block, output_hook=hook)
 
 
 def new_layers(blocks: Iterable[Block], layouts: Iterable[Layout]) -> list[LayerState]:

@@ -18,7 +18,7 @@ from lmstate.errors import StateError, UnsupportedError
 from lmstate.generation import generate, stream
 from lmstate.generation.conversation import chat
 from lmstate.language_model import Logits
-from lmstate.models.block import Block, new_layers
+from lmstate.models.block import Block, adding, new_layers
 from lmstate.models.compiled import STATIC_CHUNK, check_static, device_logits, mark_static, traceable
 from lmstate.models.config import ModelConfig
 from lmstate.models.describe import WeightTotals, describe
@@ -40,7 +40,7 @@ from lmstate.state import LayerState, Layout, State, Step
 from lmstate.state.blocks import BlockPool
 from lmstate.state.inference_mode import ordinary_tensors
 from lmstate.state.kv.policies.per_layer import Policies, policies_of
-from lmstate.state.media import overlaid
+from lmstate.state.media import depth, overlaid
 from lmstate.state.snapshot import differences
 from lmstate.state.tree import grow
 from lmstate.state.validate import flag, flags, whole_number
@@ -392,7 +392,7 @@ class Model:
                     f"inputs are {inputs.dtype} {list(inputs.shape)}; the stream of these tokens is float32 {expected}"
                 )
             x, offset = inputs[:, offset : offset + step.width].to(x.device), offset + step.width
-            x = run_eager(self.blocks[start:], x, step, state.layers[start:]).to(self.output_device)
+            x = run_eager(self.blocks_of(step)[start:], x, step, state.layers[start:]).to(self.output_device)
             return x if self.exit is None else self.exit(x)
 
         out = self._features(ids, state, False, run)
@@ -409,10 +409,9 @@ class Model:
         added, unless the block adds that itself. A step longer than the state's chunk comes in several parts. An
         exception in `on` is one in the forward: nothing happened.
         """
-        blocks = traced_blocks(self.blocks, on)
 
         def run(ids: Tensor, step: Step, state: State, keep: Keep) -> Tensor:
-            x = self.embedded(ids, step)
+            blocks, x = traced_blocks(self.blocks_of(step), on), self.embedded(ids, step)
             on("embed", ids, x)
             taps = self.heads[0].taps if self.heads else ()
             x, tapped = run_tapped(blocks, x, step, state.layers, None, taps)
@@ -526,11 +525,12 @@ class Model:
         """
         reads = len(layers) > len(self.blocks)  # heads read the whole stream
         tapped: list[Tensor] = []
-        x = self.embedded(tokens, step)
+        x, blocks = self.embedded(tokens, step), self.blocks_of(step)
+        owner = state if blocks is self.blocks else None  # a plan is of the model's own blocks
         if reads and self.heads[0].taps:
-            x, tapped = run_tapped(self.blocks, x, step, layers, state, self.heads[0].taps)
+            x, tapped = run_tapped(blocks, x, step, layers, owner, self.heads[0].taps)
         else:
-            x = run_stack(self.blocks, x, step, layers, state, None if reads else keep)
+            x = run_stack(blocks, x, step, layers, owner, None if reads else keep)
         x = x if self.exit is None else self.exit(x)
         if not reads:
             return x
@@ -558,6 +558,13 @@ class Model:
             block.mixer.keys_values(arrived(encoding, block)) if isinstance(block.mixer, CrossAttention) else {}
             for block in self.blocks
         ]
+
+    def blocks_of(self, step: Step) -> Sequence[Block]:
+        """The blocks as they run in a step: behind the first ones, with what pictures add to the stream there."""
+        if not step.media:
+            return self.blocks
+        deep = depth(step.media, step.starts, step.ends, self.config.hidden_size)
+        return [*map(adding, self.blocks[:deep], range(deep)), *self.blocks[deep:]] if deep else self.blocks
 
     def embedded(self, tokens: Tensor, step: Step) -> Tensor:
         """The stream in front of the first block: tokens int64 `[R, T]` -> float32 `[R, T, E]`."""

@@ -26,7 +26,8 @@ class Media:
 
     Made by `Media.of`. A value: nothing changes its tensors, and states, forks and snapshots share them. `hash` is the
     SHA-256 of all of it, so that two of the same hash are the same to a model. `token` is the id that stands at each of
-    its positions. `embeddings` float32 `[N, E]` are as they enter the first block; None where they were let go.
+    its positions. `embeddings` float32 `[N, E]` are as they enter the first block; None where they were let go. In
+    `[N, (1 + D) E]` the others are added to the stream behind the first D blocks (DeepStack, 2406.04334).
     `positions` int64 `[3, N]` are those of the rope's axes (time, height, width), counted from its first token; None
     where a picture has positions as a text has.
     """
@@ -39,7 +40,7 @@ class Media:
 
     @staticmethod
     def of(embeddings: Tensor, token: int, positions: Tensor | None = None) -> Media:
-        """A picture of these embeddings `[N, E]`. Raises `StateError` for what is none."""
+        """A picture of these embeddings `[N, E]` or `[N, (1 + D) E]`. Raises `StateError` for what is none."""
         if not isinstance(embeddings, Tensor) or embeddings.ndim != 2 or not embeddings.is_floating_point():
             raise StateError(f"embeddings are {_shown(embeddings)}; those of a picture are float32 [N, E]")
         if not embeddings.numel():
@@ -100,7 +101,33 @@ def overlaid(x: Tensor, media: Sequence[Spans], starts: Sequence[int], ends: Seq
             assert span.media.embeddings is not None  # a state plans no step without them
             first, last = max(start, span.at), min(stop, span.end)
             out = x.clone() if out is x else out
-            out[row, first - start : last - start] = span.media.embeddings[first - span.at : last - span.at].to(x)
+            own = span.media.embeddings[first - span.at : last - span.at, : x.shape[-1]]
+            out[row, first - start : last - start] = own.to(x)
+    return out
+
+
+def depth(media: Sequence[Spans], starts: Sequence[int], ends: Sequence[int], width: int) -> int:
+    """Number of the first blocks behind which pictures of a step add to a stream as wide as `width`."""
+    widths = (
+        span.media.embeddings.shape[-1] // width - 1
+        for spans, start, stop in zip(media, starts, ends)
+        for span in within(spans, start, stop)
+        if span.media.embeddings is not None
+    )
+    return max(widths, default=0)
+
+
+def deepened(x: Tensor, media: Sequence[Spans], starts: Sequence[int], ends: Sequence[int], block: int) -> Tensor:
+    """The stream x `[R, T, E]` behind a block, with what pictures add to it there."""
+    out, width = x, x.shape[-1]
+    for row, (spans, start, stop) in enumerate(zip(media, starts, ends)):
+        for span in within(spans, start, stop):
+            assert span.media.embeddings is not None
+            first, last = max(start, span.at), min(stop, span.end)
+            added = span.media.embeddings[first - span.at : last - span.at, (1 + block) * width : (2 + block) * width]
+            if added.numel():
+                out = x.clone() if out is x else out
+                out[row, first - start : last - start] += added.to(x)
     return out
 
 
@@ -134,10 +161,10 @@ def identities(tokens: Sequence[int], spans: Spans) -> list[int]:
     return ids
 
 
-def refusal(spans: Spans, tokens: Sequence[int], vocab_size: int, width: int, axes: bool) -> str | None:
+def refusal(spans: Spans, tokens: Sequence[int], vocab_size: int, width: int, layers: int, axes: bool) -> str | None:
     """Reason that pictures cannot stand in a row of these tokens; None if they can.
 
-    `width`: E of the model. `axes`: whether its rope has several.
+    `width`, `layers`: E of the model, and the number of its blocks. `axes`: whether its rope has several.
     """
     behind = 0
     for span in sorted(spans, key=lambda span: span.at):
@@ -147,7 +174,8 @@ def refusal(spans: Spans, tokens: Sequence[int], vocab_size: int, width: int, ax
         behind = span.end
         if not 0 <= media.token < vocab_size:
             return f"{where} has the token id {media.token}; this model's ids are 0 to {vocab_size - 1}"
-        if media.embeddings is not None and media.embeddings.shape[-1] != width:
+        whole = range(width, (1 + layers) * width + 1, width)
+        if media.embeddings is not None and media.embeddings.shape[-1] not in whole:
             return f"{where} has embeddings {list(media.embeddings.shape)}; this model's are as wide as {width}"
         if media.positions is not None and not axes:
             return f"{where} has positions of {AXES} axes; this model's rope has one"

@@ -85,7 +85,8 @@ class State:
         self._fingerprint = fingerprint
         self.user = user  # the model that has the state now, a weak reference: a copy of the state copies no model
         self._frequency_key = frequency_key
-        self._hidden_size, self._axes = hidden_size, axes
+        self._axes = axes
+        self._limits = vocab_size, hidden_size, len(self.layers), axes  # of pictures
         self._rows = [Row.of() for _ in range(layout.rows)]
         self._pending: Pending | None = None
         self._tree: PendingTree[State] | None = None
@@ -447,7 +448,7 @@ class State:
         if len(spans) == len(own.media) and at < own.length:
             raise StateError(f"{where}; the row has {own.length} tokens: rewind to {at} first")
         spans = tuple(sorted((*spans, MediaSpan(at, media)), key=lambda span: span.at))
-        if (why := refusal(spans, own.tokens, self._vocab_size, self._hidden_size, self._axes)) is not None:
+        if (why := refusal(spans, own.tokens, *self._limits)) is not None:
             raise StateError(f"{where}; {why}")
         limits = (self.layout.capacity, self.layout.max_positions)
         if at + media.count > min((limit for limit in limits if limit is not None), default=at + media.count):
@@ -661,7 +662,7 @@ class State:
         for span in restored.media:
             if (why := self._refuses_media(span.media)) is not None:
                 raise UnsupportedError(f"the snapshot has a picture at {span.at}; {why}")
-        why = refusal(restored.media, restored.tokens, self._vocab_size, self._hidden_size, self._axes)
+        why = refusal(restored.media, restored.tokens, *self._limits)
         if why is not None:
             raise SnapshotError(f"the snapshot is damaged, or of another model: {why}")
         if self.layout.capacity is not None and restored.length > self.layout.capacity:
@@ -752,7 +753,7 @@ class State:
                 return f"the picture at {span.at} was refused: {why}"
             if span.end > len(tokens):
                 return f"the picture at {span.at} ends at {span.end}, behind the last of {len(tokens)} tokens"
-        return refusal(tuple(spans), tokens, self._vocab_size, self._hidden_size, self._axes)
+        return refusal(tuple(spans), tokens, *self._limits)
 
     def _check_media(self, row: int, own: Row, ids: Sequence[int]) -> None:
         if own.media and (why := misplaced(own.media, own.length, ids)) is not None:

@@ -105,10 +105,6 @@ def _given(inputs: Inputs, name: str, ndim: int) -> Tensor:
     return value
 
 
-# Whose pictures are one tile each, and stand in a text as one run of places and nothing else.
-UNTILED = frozenset(
-    {"glm4v", "glm4v_moe", "glm_ocr", "llava", "llava_next", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe"}
-)
 # model_type of a config -> how its pictures are parted.
 FAMILIES: dict[str, Tiles] = {
     "glm4v": grids,
@@ -124,5 +120,9 @@ FAMILIES: dict[str, Tiles] = {
     "qwen2_vl": grids,
     "qwen3_5": grids,
     "qwen3_5_moe": grids,
+    "qwen3_vl": grids,
+    "qwen3_vl_moe": grids,
     "smolvlm": padded_rows,
 }
+# Whose pictures are one tile each, and stand in a text as one run of places and nothing else.
+UNTILED = frozenset(name for name, tiles in FAMILIES.items() if tiles in (grids, tiled)) | {"llava"}

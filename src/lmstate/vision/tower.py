@@ -103,16 +103,17 @@ class Tower:
         return list(FAMILIES[self.family](inputs, self.config))
 
     def embed(self, tile: Tile) -> Tensor:
-        """Embeddings of one tile, float32 `[N, E]`."""
+        """Embeddings of one tile, float32 `[N, E]`, or `[N, (1 + D) E]` of a tower that adds to D blocks."""
         key = _digest(tile.inputs)
         if (known := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
             return known
         with torch.inference_mode(False), torch.no_grad():
             inputs = {name: value.to(self.device) for name, value in tile.inputs.items()}
-            found = self.module.get_image_features(**inputs, return_dict=True).pooler_output
+            found = self.module.get_image_features(**inputs, return_dict=True)
         self.runs += 1
-        embeddings = torch.cat([*found]).float().flatten(0, -2).clone()
+        parts = [found.pooler_output, *(found.get("deepstack_features") or ())]
+        embeddings = torch.cat([torch.cat([*part]).float().flatten(0, -2) for part in parts], -1)
         self._kept[key] = embeddings
         while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > KEPT_BYTES:
             self._kept.popitem(last=False)
