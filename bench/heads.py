@@ -59,7 +59,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     headed = replace(lmstate.load(options.model, options.weights, heads=True), eos_ids=frozenset())
-    plain = replace(headed, heads=(), _fingerprint=None)
+    plain = replace(headed, network=replace(headed.network, heads=()), _fingerprint=None)
     prompt = headed.tokenizer.encode(options.prompt) if headed.has_tokenizer else [3 + 7 * at for at in range(64)]
 
     runs = {"no heads": (plain, None), "heads, no drafts": (headed, None), "heads draft": (headed, "heads")}

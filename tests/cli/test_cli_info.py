@@ -76,7 +76,7 @@ def test_sizes(count: int, text: str) -> None:
 def test_every_weight_stands_in_one_row_of_the_table(name: str) -> None:
     model = pair(name)[1]
     rows = weight_rows(model)
-    weights = stored_weights(model.parts)
+    weights = stored_weights(model.network)
     assert sum(int(row[5]) for row in rows) == len(weights)
     assert all(row[1:3] == ("float32", "32.0") for row in rows)
     assert len({row[:5] for row in rows}) == len(rows) < 30

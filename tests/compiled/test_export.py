@@ -90,7 +90,7 @@ def test_what_cannot_be_exported() -> None:
     with pytest.raises(UnsupportedError, match="frequencies change at"):
         ExportedStep(ours("llama-dynamic"), 1, 200)
     with pytest.raises(UnsupportedError, match="cannot hold int8 weights"):
-        ExportedStep(replace(model, head=quantize(torch.randn(99, 64), "int8")), 1, 10)
+        ExportedStep(replace(model, network=replace(model.network, head=quantize(torch.randn(99, 64), "int8"))), 1, 10)
 
 
 def test_a_program_holds_bfloat16_as_a_matrix(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_each_rank_holds_half(tmp_path: Path) -> None:
 
 
 def _bytes(model: Model) -> int:
-    return sum({id(w): w.nbytes for w in lmstate.models.describe.stored_weights(model.parts)}.values())
+    return sum({id(w): w.nbytes for w in lmstate.models.describe.stored_weights(model.network)}.values())
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])

@@ -141,7 +141,7 @@ def test_auto_drafts_with_heads_and_with_the_text() -> None:
 
 def test_heads_that_are_not_there_are_refused_when_the_engine_is_made() -> None:
     model = headed("glm4_moe")
-    bare = replace(model, heads=(), _fingerprint=None)
+    bare = replace(model, network=replace(model.network, heads=()), _fingerprint=None)
     for owner, kv in ((bare, None), (model, lmstate.kv.Recent(budget=16, sinks=2, recent=8))):
         with pytest.raises(ValueError, match="heads=True"):
             lmstate.Engine(owner, kv=kv, draft="heads")

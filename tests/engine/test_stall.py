@@ -304,8 +304,8 @@ def test_prompts_are_read_apart_where_padding_is_computed(
 ) -> None:
     model, forwards = ours(family), list[tuple[int, int]]()
     if family == "llama" and not together:
-        monkeypatch.setattr(type(model), "leaves_padding_out", False)
-    elif model.leaves_padding_out != together:
+        monkeypatch.setattr(type(model.network), "leaves_padding_out", False)
+    elif model.network.leaves_padding_out != together:
         pytest.skip("there are no native bodies here")
     step = RowPool.step
 

@@ -154,7 +154,7 @@ def test_auto_takes_the_text_where_it_repeats_itself() -> None:
 @pytest.mark.skipif(dispatch.choice().library is None, reason="torch's products round by the number of rows")
 def test_heads_leave_the_bits_of_a_model_without() -> None:
     model = speaking("qwen3_5")
-    bare = replace(model, heads=())
+    bare = replace(model, network=replace(model.network, heads=()))
     prompt = prompts_of(8)[0]
     state, plain = model.new_state(), bare.new_state()
     list(Generation(bare, [prompt], plain, draft=None, max_new_tokens=120))
@@ -189,7 +189,7 @@ def test_snapshots_hold_the_heads_and_refuse_a_model_without(tmp_path: Path) -> 
     restored.restore(1, lmstate.Snapshot.load(tmp_path / "row"))
     last = int(logits.argmax())
     assert model.draft_ahead(restored, {1: last}, 3)[1] == model.draft_ahead(state, {0: last}, 3)[0]
-    bare = replace(model, heads=(), _fingerprint=None)
+    bare = replace(model, network=replace(model.network, heads=()), _fingerprint=None)
     with pytest.raises(lmstate.SnapshotError):
         bare.new_state().restore(0, state.snapshot())
 
@@ -218,7 +218,7 @@ def heads_entries(state: lmstate.State, length: int) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize("span", [(0, 1), (0, 7), (1, 9), (5, 25), (36, 39)])
 def test_a_span_is_dropped_from_the_heads_as_from_the_model(span: tuple[int, int]) -> None:
     model, ids = speaking("glm4_moe"), text(40)[0].tolist()
-    bare = replace(model, heads=(), _fingerprint=None)
+    bare = replace(model, network=replace(model.network, heads=()), _fingerprint=None)
     state, plain, (start, stop) = model.new_state(), bare.new_state(), span
     for owner, each in ((model, state), (bare, plain)):
         owner([ids], each)
@@ -265,7 +265,7 @@ def test_the_end_of_a_row_is_dropped_where_the_token_before_it_is_known(case: st
 
 def test_what_is_refused() -> None:
     model = speaking("qwen3_next")
-    bare = replace(model, heads=(), _fingerprint=None)
+    bare = replace(model, network=replace(model.network, heads=()), _fingerprint=None)
     static = model.new_state(capacity=32, static=True)
     evicting = model.new_state(kv=lmstate.kv.Recent(budget=16, sinks=2, recent=8))
     for owner, state in ((bare, bare.new_state()), (model, static), (model, evicting)):
@@ -322,12 +322,12 @@ def test_exceptions_in_a_head_leave_the_state_as_it_was() -> None:
 
     (head,) = model.heads
     failing = replace(head, blocks=(replace(head.blocks[0], mixer=Failing()),))  # type: ignore[arg-type]
-    whole, model.heads = model.heads, (failing,)
+    whole, model.network = model.network, replace(model.network, heads=(failing,))
     for run in (lambda: model([[5, 6]], state), lambda: model.draft_ahead(state, {0: 5}, 2)):
         with pytest.raises(KeyError, match="in a head"):
             run()
         assert state.lengths == [4] and state.pending == [0]
-    model.heads = whole
+    model.network = whole
     assert torch.equal(model([[5, 6]], state, logits="all"), before)  # type: ignore[arg-type]
     check_heads(model, state)
 

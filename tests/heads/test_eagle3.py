@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -148,8 +148,7 @@ def test_greedy_with_a_published_head_equals_greedy_without(case: str, pairs: Ca
 @pytest.mark.parametrize("case", TARGETS)
 def test_the_head_changes_no_bit_of_its_model(case: str, pairs: Callable[[str], Pair]) -> None:
     model = pairs(case).ours
-    alone = copy.copy(model)
-    alone.heads, alone._fingerprint = (), None
+    alone = replace(model, network=replace(model.network, heads=()), _fingerprint=None)
     ids = text(60, rows=2)
     state = model.new_state(2)
     pieces = [model(ids[:, a:b], state, logits="all") for a, b in ((0, 7), (7, 8), (8, 60))]

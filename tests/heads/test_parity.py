@@ -21,7 +21,7 @@ def logits_of(model: lmstate.Model, ids: Tensor) -> list[Tensor]:
     state = model.new_state(len(ids))
     step = state.plan(ids.tolist())
     count = len(model.blocks)
-    stream = run_eager(model.blocks, model.embedded(ids, step), step, state.layers)
+    stream = run_eager(model.blocks, model.network.embedded(ids, step), step, state.layers)
     hidden = ops.norm(stream, model.norm) if model.heads[0].chained_norm else stream
     logits = []
     for head, cache in zip(model.heads, state.layers[count:]):

@@ -180,12 +180,13 @@ class FailingBlock(Block):
 @contextmanager
 def failing_layer(model: lmstate.Model, index: int, *, after: bool) -> Iterator[None]:
     """Layer `index` raises, before or after it has run."""
-    block = model.blocks[index]
-    model.blocks[index] = FailingBlock(block.mixer, None, whole=block, after=after)
+    network, blocks = model.network, list(model.blocks)
+    blocks[index] = FailingBlock(blocks[index].mixer, None, whole=blocks[index], after=after)
+    model.network = replace(network, blocks=tuple(blocks))
     try:
         yield
     finally:
-        model.blocks[index] = block
+        model.network = network
 
 
 @contextmanager

@@ -28,8 +28,8 @@ def stretched(case: str, continuous: bool = False) -> lmstate.Model:
 
     model = ours(case)
     blocks = [replace(block, mixer=of(block.mixer)) for block in model.blocks]
-    made = replace(model, blocks=blocks, _fingerprint=None)
-    assert made.dynamic_ropes, "no layer of it has a rope"
+    made = replace(model, network=replace(model.network, blocks=tuple(blocks)), _fingerprint=None)
+    assert made.network.dynamic_ropes, "no layer of it has a rope"
     return made
 
 

@@ -129,7 +129,7 @@ def test_failed_step_is_no_step(case: str) -> None:
             model([ids(90, 2), []], mirror.state)
     # Less where a row's rope changes with its length: it goes back to be computed again before the step begins.
     held = sum(mirror.state.memory().values())
-    assert held <= before if model.dynamic_ropes else held == before
+    assert held <= before if model.network.dynamic_ropes else held == before
     mirror.check()
 
 

@@ -102,7 +102,8 @@ def test_feed_forward_parts_see_no_other_token(case: str) -> None:
         seen.append(list(x.shape[:-1]))
         return feed(x, norm, residual)
 
-    model.blocks[-1] = replace(model.blocks[-1], mlp=recording)
+    *before, last = model.blocks
+    model.network = replace(model.network, blocks=(*before, replace(last, mlp=recording)))
     model([text(40), text(20)], model.new_state(2), logits="last")
     assert seen == [[2, 1]]
 

@@ -31,13 +31,13 @@ FULL = ["llama", "deepseek_v3"]
 def computed(mirror: Mirror) -> int:
     """Tokens of row 0 that the model runs for a call with one new token, less that one."""
     counts: list[int] = []
-    run = mirror.model.run_layers
+    run = mirror.model._run
 
-    def count(tokens: Tensor, step: Step, *layers: Any) -> Tensor:
+    def count(tokens: Tensor, step: Step, *rest: Any) -> Tensor:
         counts.append(step.counts[0])
-        return run(tokens, step, *layers)
+        return run(tokens, step, *rest)
 
-    with mock.patch.object(mirror.model, "run_layers", count):
+    with mock.patch.object(mirror.model, "_run", count):
         mirror.model([[5]], mirror.state)
     mirror.rows[0].append(5)
     return sum(counts) - 1

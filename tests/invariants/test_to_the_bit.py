@@ -179,7 +179,7 @@ STRETCHED = {"llama-dynamic", "llama-longrope", "phi3-longrope", "phimoe-longrop
 @pytest.mark.parametrize("case", [*CASES, *ENCODERS])
 def test_every_family_gives_the_same_bits_however_it_is_cut_and_beside_others(case: str, policy: str) -> None:
     model = ours(case)
-    assert not model.dynamic_ropes or case in STRETCHED
+    assert not model.network.dynamic_ropes or case in STRETCHED
     ids, keys = text(12 if case in STRETCHED else 70), POLICIES[policy]
     whole, _ = fed(model, ids, [len(ids)], kv=keys)
     for sizes in ([33], [7], [1, 20, 3, 2]):

@@ -21,7 +21,7 @@ def windowed(model: Model, window: int) -> Model:
     for block in model.blocks:
         assert isinstance(block.mixer, Attention) and block.mixer.slopes is not None
         blocks.append(replace(block, mixer=replace(block.mixer, window=window)))
-    return replace(model, blocks=blocks)
+    return replace(model, network=replace(model.network, blocks=tuple(blocks)))
 
 
 def one_by_one(model: Model, ids: torch.Tensor, policy: object) -> torch.Tensor:

@@ -27,7 +27,7 @@ def trainable(case: str) -> tuple[lmstate.Model, list[Tensor]]:
     model = copy.deepcopy(ours(case))
     leaves = {
         id(x): x
-        for _, part in weights_in(model.parts)
+        for _, part in weights_in(model.network)
         for x in (part.tensors().values() if isinstance(part, lmstate.ops.Weight) else [part])
         if x.is_floating_point()
     }

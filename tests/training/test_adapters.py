@@ -125,7 +125,7 @@ def test_an_adapter_trains_over_weights_of_few_bits(kind: str, tmp_path: Path) -
         model.save_pretrained(tmp_path)
         merged = lmstate.load(folder, weights=kind, adapter=tmp_path, merge=True)
         plain = lmstate.load(folder, weights=kind)
-        kinds = [{type(weight) for _, weight in weights_in(each.parts)} for each in (merged, plain)]
+        kinds = [{type(weight) for _, weight in weights_in(each.network)} for each in (merged, plain)]
         assert kinds[0] == kinds[1]
 
 

@@ -137,10 +137,10 @@ def test_what_follows_from_the_blocks_is_that_of_the_new_blocks_once_weights_hav
         return [block.mixer.rope for block in model.blocks]  # type: ignore[attr-defined]
 
     before = ropes()
-    assert [id(rope) for rope in model.dynamic_ropes] == [id(rope) for rope in before]
+    assert [id(rope) for rope in model.network.dynamic_ropes] == [id(rope) for rope in before]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.0001)
     model.new_state()  # builds the blocks again
     assert all(new is not old for new, old in zip(ropes(), before))
-    assert [id(rope) for rope in model.dynamic_ropes] == [id(rope) for rope in ropes()]
+    assert [id(rope) for rope in model.network.dynamic_ropes] == [id(rope) for rope in ropes()]

@@ -22,7 +22,7 @@ from lmstate.state import AttentionState, LayerState
 
 def model_rows(model: Model) -> list[tuple[str, str]]:
     """Names and values for `lmstate inspect`."""
-    config, weights = model.config, stored_weights(model.parts)
+    config, weights = model.config, stored_weights(model.network)
     return [
         ("family", config.family),
         ("parameters", f"{sum(map(parameter_count, weights)):,}"),
@@ -82,7 +82,7 @@ def _with_room(model: Model, tokens: int) -> list[LayerState]:
     return [part for layer in state.layers for part in layer.leaves()]
 
 
-PARTS = ("embed", "blocks", "norm", "head", "head_bias", "entry", "exit", "heads")  # of `Model.parts`
+PARTS = ("embed", "blocks", "norm", "head", "head_bias", "entry", "exit", "heads")  # of `Network.parts`
 NUMBERS = re.compile(r"\.\d+(?=\.|$)")
 
 
@@ -122,7 +122,7 @@ def _named(model: Model) -> Iterator[tuple[str, int | None, Tensor | Weight]]:
     """Every weight once: its name with `*` for what is counted, the number of its block, and it."""
     seen: set[int] = set()
     tied = model.head is model.embed
-    for part, thing in zip(PARTS, model.parts):
+    for part, thing in zip(PARTS, model.network.parts):
         for path, weight in weights_in(thing):
             if id(weight) in seen or path.endswith(".frequencies"):
                 continue

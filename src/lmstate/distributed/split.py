@@ -69,14 +69,14 @@ class Splitter:
             if type(block.mlp) is MLP and id(block.mlp) not in done:
                 done[id(block.mlp)] = self.mlp(block.mlp)
             blocks.append(mapped(block, self.part, done))
-        return replace(
-            model,
+        network = replace(
+            model.network,
             embed=mapped(model.embed, self.part, done),
             head=mapped(model.head, self.part, done),
-            entry=mapped(model.entry, self.part, done),
-            blocks=blocks,
-            _fingerprint=model.fingerprint,
+            entry=mapped(model.network.entry, self.part, done),
+            blocks=tuple(blocks),
         )
+        return replace(model, network=network, _fingerprint=model.fingerprint)
 
     def part(self, thing: Any) -> Any:
         """The part of a layer or a weight; the thing itself where it is to be taken apart, or to stay whole."""

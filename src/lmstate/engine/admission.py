@@ -54,7 +54,7 @@ class Admission:
             job.follows = None
             return False
         for leader in reading:
-            keys = (self._work.model.frequency_key(len(each.prompt)) for each in (leader, job))
+            keys = (self._work.model.network.frequency_key(len(each.prompt)) for each in (leader, job))
             if leader.salt != job.salt or len({*keys}) > 1:
                 continue
             until = min(shared(leader.text, job.text), len(job.prompt) - 1)

@@ -23,7 +23,7 @@ class Prefill:
     def __init__(self, work: Workload, budget: MemoryBudget, pace: Pace) -> None:
         self._work, self._budget, self._pace = work, budget, pace
         # Where padding is computed too, a chunk beside rows of one token each would be as much work for all of them.
-        self.together = work.model.leaves_padding_out
+        self.together = work.model.network.leaves_padding_out
 
     # ---- chunks
 

@@ -140,13 +140,13 @@ class PrefixReuse:
         text = prompt.identities
         match = self.match(text, salt, logits=False, only_memory=True)
         if most is not None and match.length > most:
-            match = self.prefixes.match(text[:most], False, True, self._model.frequency_key(len(text)), salt)
+            match = self.prefixes.match(text[:most], False, True, self._model.network.frequency_key(len(text)), salt)
         restored = self._restored(match, prompt)
         return self.resume(prompt, salt, most) if restored is None else restored[0]
 
     def match(self, text: Sequence[int], salt: str, logits: bool = True, only_memory: bool = False) -> Match:
         """The longest part of a text that needs not be computed."""
-        return self.prefixes.match(text, logits, only_memory, self._model.frequency_key(len(text)), salt)
+        return self.prefixes.match(text, logits, only_memory, self._model.network.frequency_key(len(text)), salt)
 
     def _fresh(self, prompt: PicturePrompt) -> State:
         """A state of one row that a text and its pictures are to be read in."""

@@ -9,6 +9,7 @@ logits = program(tokens, counts)
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import repeat
 
 import torch
@@ -19,6 +20,7 @@ from lmstate.models.block import new_layers
 from lmstate.models.compiled import check_static, device_logits, traceable
 from lmstate.models.fingerprint import weights_in
 from lmstate.models.model import Model
+from lmstate.models.network import in_blocks
 from lmstate.ops import FloatWeight, Weight
 from lmstate.state import Layout
 from lmstate.state.step import DeviceStep
@@ -48,8 +50,12 @@ class ExportedStep(nn.Module):
         `capacity`; `StateError` where T does not fit.
         """
         super().__init__()
+        network = traceable(model.network)
         check_static(
-            capacity, devices=model.devices, max_positions=model.max_positions, dynamic_ropes=model.dynamic_ropes
+            capacity,
+            devices=network.devices,
+            max_positions=network.max_positions,
+            dynamic_ropes=network.dynamic_ropes,
         )
         longest = tokens if longest is None else longest
         if not 1 <= tokens <= longest <= capacity or rows < 1:
@@ -57,16 +63,15 @@ class ExportedStep(nn.Module):
                 f"a step of {tokens} tokens and {rows} rows was asked for, the longest {longest}, in a capacity of "
                 f"{capacity}; there must be a row, and the three numbers must not decrease, from 1"
             )
-        model = traceable(model)
-        for path, weight in weights_in(model.parts):
+        for path, weight in weights_in(network):
             if isinstance(weight, Weight) and not isinstance(weight, FloatWeight):
                 raise UnsupportedError(
                     f"a program cannot hold {weight.kind} weights yet ({path.strip('.')}); load the model with "
                     'weights="float32" or "bfloat16"'
                 )
-        self.model, self.rows, self.capacity, self.tokens = model, rows, capacity, tokens
-        layout = Layout(rows, model.device, model.dtype, capacity, rewind=0, chunk=longest, static=True)
-        self.layers = new_layers(model.blocks, repeat(layout))
+        self.network, self.rows, self.capacity, self.tokens = network, rows, capacity, tokens
+        layout = Layout(rows, network.device, model.dtype, capacity, rewind=0, chunk=longest, static=True)
+        self.layers = new_layers(network.blocks, repeat(layout))
         # Which buffers each layer has: layer -> the layer's own name -> the module's.
         self._names = [
             {name: f"layer{i}_{name.replace('.', '_')}" for name in layer.static_tensors()}
@@ -75,7 +80,7 @@ class ExportedStep(nn.Module):
         for layer, names in zip(self.layers, self._names):
             for name, tensor in layer.static_tensors().items():
                 self.register_buffer(names[name], tensor)
-        self.register_buffer(POSITIONS, torch.zeros(rows, dtype=torch.int64, device=model.device))
+        self.register_buffer(POSITIONS, torch.zeros(rows, dtype=torch.int64, device=network.device))
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
         for layer, names in zip(self.layers, self._names):
@@ -83,8 +88,8 @@ class ExportedStep(nn.Module):
         room = self.positions + counts <= self.capacity
         counts = torch.where(room, counts, 0)
         step = DeviceStep.at(self.positions, counts, self.tokens)
-        hidden = self.model.run_layers(tokens, step, self.layers)
-        logits = device_logits(hidden, self.model.logits, step, room, "last")
+        hidden = self.network.stream(tokens, step, self.layers)
+        logits = device_logits(hidden, partial(in_blocks, self.network.logits), step, room, "last")
         for layer in self.layers:
             layer.commit_on_device()
         self.positions.add_(counts)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lmstate.checkpoints.placement import ranges, runs_of
-from lmstate.models.block import Block
 from lmstate.models.config import ModelConfig
 from lmstate.models.fingerprint import weights_in
+from lmstate.models.network import Network
 from lmstate.ops import Weight
 
 
@@ -44,32 +44,24 @@ class WeightTotals:
     nbytes: dict[str, int]
 
     @staticmethod
-    def of(parts: Any) -> WeightTotals:
-        """Those of a tree of modules."""
-        weights = stored_weights(parts)
+    def of(network: Network) -> WeightTotals:
+        """Those of a network."""
+        weights = stored_weights(network)
         return WeightTotals(sum(map(parameter_count, weights)), dict(bytes_by_kind(weights).most_common()))
 
 
-def describe(
-    name: str,
-    config: ModelConfig,
-    context_size: int | None,
-    blocks: Sequence[Block],
-    parts: Any,
-    dtype: torch.dtype,
-    devices: Sequence[torch.device],
-    heads: int = 0,
-) -> str:
+def describe(name: str, network: Network, context_size: int | None, dtype: torch.dtype) -> str:
     """Family, size, layers by kind, storage of the weights."""
-    weights = stored_weights(parts)
+    config, blocks, heads = network.config, network.blocks, len(network.heads)
+    totals = WeightTotals.of(network)
     kinds = Counter(block.mixer.kind for block in blocks)
     layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    stored = ", ".join(f"{kind} {size / 2**20:,.1f} MiB" for kind, size in bytes_by_kind(weights).most_common())
+    stored = ", ".join(f"{kind} {size / 2**20:,.1f} MiB" for kind, size in totals.nbytes.items())
     layers += f"; {heads} multi-token prediction" if heads else ""
     return (
-        f"Model({name or config.family}: {config.family}, {sum(map(parameter_count, weights)):,} parameters\n"
+        f"Model({name or config.family}: {config.family}, {totals.parameters:,} parameters\n"
         f"  layers: {len(blocks)} ({layers}), hidden size {config.hidden_size:,}, vocabulary {config.vocab_size:,}\n"
-        f"  weights: {stored}; computes in {str(dtype).removeprefix('torch.')} on {told_devices(devices)}\n"
+        f"  weights: {stored}; computes in {str(dtype).removeprefix('torch.')} on {told_devices(network.devices)}\n"
         f"  context: {told_context(config, context_size)})"
     )
 

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -13,34 +14,30 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lmstate import ops
 from lmstate.errors import StateError, UnsupportedError
 from lmstate.generation import generate, stream
 from lmstate.generation.conversation import chat
 from lmstate.language_model import Logits
-from lmstate.models.block import Block, adding, new_layers
+from lmstate.models.block import Block, new_layers
 from lmstate.models.compiled import STATIC_CHUNK, check_static, device_logits, mark_static, traceable
 from lmstate.models.config import ModelConfig
 from lmstate.models.describe import WeightTotals, describe
 from lmstate.models.encoder import Encoder
 from lmstate.models.fingerprint import fingerprint
 from lmstate.models.forward import Forward, Head, Keep, Run
-from lmstate.models.heads.ahead import draft_ahead, read
+from lmstate.models.heads.ahead import draft_ahead
 from lmstate.models.heads.head import DraftHead
-from lmstate.models.layers.cross_attention import CrossAttention
-from lmstate.models.layers.embedding import EmbeddingHook, LearnedPositions, OutputHook
-from lmstate.models.layers.rope import Rope
-from lmstate.models.stack import FusedSegment, arrived, compile_blocks, run_eager, run_stack, run_tapped
+from lmstate.models.network import Network, in_blocks
+from lmstate.models.stack import run_eager, run_tapped
 from lmstate.models.tokens import Tokens, last_counts, token_rows
 from lmstate.models.trace import OnSublayer, Traced, traced_blocks
-from lmstate.ops import Norm, Weight, dispatch
+from lmstate.ops import Norm, Weight
 from lmstate.ops.dispatch import giving_way
 from lmstate.speculation.heads_drafter import AheadDraft
-from lmstate.state import LayerState, Layout, State, Step
+from lmstate.state import Layout, State, Step
 from lmstate.state.blocks import BlockPool
 from lmstate.state.inference_mode import ordinary_tensors
 from lmstate.state.kv.policies.per_layer import Policies, policies_of
-from lmstate.state.media import depth, overlaid
 from lmstate.state.snapshot import differences
 from lmstate.state.tree import grow
 from lmstate.state.validate import flag, flags, whole_number
@@ -52,36 +49,15 @@ if TYPE_CHECKING:
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_ROWS = 2**20  # of a state: more are a slip, and would fill the memory before anything is said
-HEAD_ROWS = 128  # rows of logits at a time: the references need as much memory again for them
 DEVICE_CHUNK = 2048  # tokens of a row that one forward takes where each operation is a launch; `Layout.chunk` elsewhere
 OPENING = Lock()  # held while a vision tower is loaded: requests with pictures may come together
-GRAPH_ROWS = 32  # of a compiled graph, and where a gradient follows
-
-
-@dataclass
-class FromBlocks:
-    """Values derived from the blocks of a model, which hold as long as it has these blocks."""
-
-    blocks: list[Block]
-    ropes: list[Rope]  # those whose frequencies depend on the length of the text
-    axes: bool  # whether some rope has several axes
-    traced: Model | None = None  # what compiled graphs hold
 
 
 @dataclass(eq=False, repr=False)
 class Model:
     """A language model: `model(tokens, state)` -> logits. Made by `lmstate.load`."""
 
-    config: ModelConfig
-    embed: Weight  # [V, E]
-    blocks: list[Block]
-    norm: Norm
-    head: Weight  # [V, E]; the embedding itself where they are tied
-    head_bias: Tensor | None = None
-    entry: EmbeddingHook | None = None
-    exit: OutputHook | None = None
-    heads: tuple[DraftHead, ...] = ()  # that draft; a state has a layer for each behind the blocks'
-    encoder: Encoder | None = None  # of the source that the tokens read, see `State.condition`
+    network: Network
     dtype: torch.dtype = torch.float32  # of stored keys and values, and of large matrix products
     context_size: int | None = None  # tokens that a text may have: what it was made for, unless `load` says otherwise
     name: str = ""
@@ -94,7 +70,7 @@ class Model:
     _fingerprint: str | None = None
     on_part: Callable[[int, int], None] | None = field(default=None, init=False)
     """Called with (tokens done, tokens of the step) before each part of a long step, and at its end."""
-    _derived: FromBlocks | None = field(default=None, init=False, repr=False)
+    _traced: tuple[Network, Network] | None = field(default=None, init=False)  # a network, and what its graphs hold
     _pictures: PictureReader | None = field(default=None, init=False, repr=False)
     _replay: Replay | None = field(default=None, init=False, repr=False)
 
@@ -102,23 +78,57 @@ class Model:
     """Class of its states."""
 
     def __repr__(self) -> str:
-        parts, heads = self.parts, len(self.heads)
-        return describe(self.name, self.config, self.context_size, self.blocks, parts, self.dtype, self.devices, heads)
+        return describe(self.name, self.network, self.context_size, self.dtype)
+
+    # ---- what it computes with
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.network.config
+
+    @property
+    def embed(self) -> Weight:
+        """The embedding, `[V, E]`."""
+        return self.network.embed
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return self.network.blocks
+
+    @property
+    def norm(self) -> Norm:
+        """The norm in front of the head."""
+        return self.network.norm
+
+    @property
+    def head(self) -> Weight:
+        """The head, `[V, E]`; the embedding itself where they are tied."""
+        return self.network.head
+
+    @property
+    def heads(self) -> tuple[DraftHead, ...]:
+        """The heads that draft."""
+        return self.network.heads
+
+    @property
+    def encoder(self) -> Encoder | None:
+        """The encoder of its sources, see `State.condition`; None where there are none."""
+        return self.network.encoder
 
     @property
     def device(self) -> torch.device:
         """The device of the embedding: where tokens go."""
-        return self.embed.device
+        return self.network.device
 
     @property
     def output_device(self) -> torch.device:
         """The device of the head: where logits and hidden states come from."""
-        return self.head.device
+        return self.network.output_device
 
     @property
     def devices(self) -> list[torch.device]:
         """The device of each block."""
-        return [block.device or self.device for block in self.blocks]
+        return self.network.devices
 
     @property
     def has_tokenizer(self) -> bool:
@@ -166,22 +176,15 @@ class Model:
         return None if self.encoder is None else self.encoder.start_id
 
     @property
-    def parts(self) -> tuple[Any, ...]:
-        """Modules that hold weights."""
-        whole = self.embed, self.blocks, self.norm, self.head, self.head_bias, self.entry, self.exit
-        more = (self.heads, self.encoder) if self.encoder is not None else (self.heads,) if self.heads else ()
-        return *whole, *more
-
-    @property
     def weight_totals(self) -> WeightTotals:
         """Number of parameters, and bytes by storage."""
-        return WeightTotals.of(self.parts)
+        return WeightTotals.of(self.network)
 
     @property
     def fingerprint(self) -> str:
         """A hash of the config and of a sample of every weight: what a snapshot must agree with."""
         if self._fingerprint is None:
-            self._fingerprint = fingerprint(self.config, self.parts)
+            self._fingerprint = fingerprint(self.config, self.network.parts)
         return self._fingerprint
 
     def new_state(
@@ -209,7 +212,7 @@ class Model:
             if value is not None and value < least:
                 raise StateError(f"new_state({name}={value}) was asked for; {name} is at least {least}")
         made_for = max(self.context_size or 0, self.config.max_positions or 0)
-        if capacity is not None and 0 < made_for < capacity and not self.dynamic_ropes:
+        if capacity is not None and 0 < made_for < capacity and not self.network.dynamic_ropes:
             warnings.warn(
                 f"new_state(capacity={capacity}) was asked for, and the model was made for {made_for} tokens: "
                 "answers to longer texts may be nonsense; lmstate.load(..., context_size=...) stretches its positions",
@@ -225,7 +228,11 @@ class Model:
             raise StateError(f"new_state(pool={pool!r:.80}) was asked for; give a lmstate.BlockPool")
         if flag(static, "static"):
             check_static(
-                capacity, kv, devices=self.devices, max_positions=self.max_positions, dynamic_ropes=self.dynamic_ropes
+                capacity,
+                kv,
+                devices=self.devices,
+                max_positions=self.max_positions,
+                dynamic_ropes=self.network.dynamic_ropes,
             )
         dtype = kv if isinstance(kv, torch.dtype) else self.dtype
         on_processor = any(device.type == "cpu" for device in self.devices)
@@ -236,10 +243,9 @@ class Model:
         )  # fmt: skip
         state = self._new_state(layout, None if isinstance(kv, torch.dtype) else kv)
         if static:
-            derived = self._from_blocks()
-            if derived.traced is None and (traced := traceable(self)) is not self:
-                derived.traced = traced
-            mark_static((derived.traced or self).parts, state)
+            if self._traced is None or self._traced[0] is not self.network:
+                self._traced = self.network, traceable(self.network)
+            mark_static(self._traced[1], state)
         elif self.heads and not state.evicts:
             # Nothing is drafted in a static graph, nor where a policy evicts after each step.
             policy = None if kv is None or isinstance(kv, torch.dtype) else policies_of(kv, len(self.blocks))[-1]
@@ -259,10 +265,10 @@ class Model:
             vocab_size=self.config.vocab_size,
             fingerprint=lambda: self.fingerprint,
             user=weakref.ref(self),
-            encode=None if self.encoder is None else lambda source: self.encoded(source),
-            frequency_key=lambda length: self.frequency_key(length),
+            encode=None if self.encoder is None else lambda source: self.network.encoded(source),
+            frequency_key=lambda length: self.network.frequency_key(length),
             hidden_size=self.config.hidden_size,
-            axes=self._from_blocks().axes,
+            axes=self.network.has_axes,
         )
 
     def _refuse_other(self, state: State) -> None:
@@ -284,37 +290,9 @@ class Model:
         state.user = weakref.ref(self)
 
     @property
-    def leaves_padding_out(self) -> bool:
-        """Whether a step costs what its tokens cost, however unequal its rows: native bodies run the whole stack.
-
-        Else what lies to the right of a row's tokens is computed too.
-        """
-        if self.heads or any(device.type != "cpu" for device in self.devices) or dispatch.choice().library is None:
-            return False
-        return all(isinstance(segment, FusedSegment) for segment in compile_blocks(self.blocks))
-
-    @property
     def max_positions(self) -> int | None:
         """Number of learned position embeddings; None: any position will do."""
-        return self.entry.count if isinstance(self.entry, LearnedPositions) else None
-
-    def frequency_key(self, length: int) -> int:
-        """A number that two lengths of a text share if keys are rotated alike in both."""
-        return max((rope.frequency_key(length) for rope in self.dynamic_ropes), default=0)
-
-    @property
-    def dynamic_ropes(self) -> list[Rope]:
-        """The ropes whose frequencies depend on the length of the text."""
-        return self._from_blocks().ropes
-
-    def _from_blocks(self) -> FromBlocks:
-        """The values derived from the blocks; made again once the model has other blocks."""
-        if self._derived is None or self._derived.blocks is not self.blocks:
-            found = [getattr(block.mixer, "rope", None) for block in self.blocks]
-            ropes = [rope for rope in found if isinstance(rope, Rope)]
-            dynamic = [rope for rope in ropes if rope.original_max_positions is not None]
-            self._derived = FromBlocks(self.blocks, dynamic, any(rope.axes is not None for rope in ropes))
-        return self._derived
+        return self.network.max_positions
 
     # ---- forward
 
@@ -385,15 +363,16 @@ class Model:
 
         def run(part: Tensor, step: Step, state: State, keep: Keep) -> Tensor:
             nonlocal offset
-            x = self.embedded(part, step)  # also what blocks read beside the stream
+            x = self.network.embedded(part, step)  # also what blocks read beside the stream
             expected = [x.shape[0], length, x.shape[2]]
             if list(inputs.shape) != expected or inputs.dtype != torch.float32:
                 raise StateError(
                     f"inputs are {inputs.dtype} {list(inputs.shape)}; the stream of these tokens is float32 {expected}"
                 )
             x, offset = inputs[:, offset : offset + step.width].to(x.device), offset + step.width
-            x = run_eager(self.blocks_of(step)[start:], x, step, state.layers[start:]).to(self.output_device)
-            return x if self.exit is None else self.exit(x)
+            blocks = self.network.blocks_of(step)
+            x = run_eager(blocks[start:], x, step, state.layers[start:]).to(self.output_device)
+            return x if self.network.exit is None else self.network.exit(x)
 
         out = self._features(ids, state, False, run)
         if state is not None:
@@ -411,12 +390,13 @@ class Model:
         """
 
         def run(ids: Tensor, step: Step, state: State, keep: Keep) -> Tensor:
-            blocks, x = traced_blocks(self.blocks_of(step), on), self.embedded(ids, step)
+            network = self.network
+            blocks, x = traced_blocks(network.blocks_of(step), on), network.embedded(ids, step)
             on("embed", ids, x)
-            taps = self.heads[0].taps if self.heads else ()
+            taps = network.heads[0].taps if network.heads else ()
             x, tapped = run_tapped(blocks, x, step, state.layers, None, taps)
-            x = x if self.exit is None else Traced(self.exit, "exit", on)(x)
-            self._run_heads(x, ids, step, state.layers, tapped)
+            x = x if network.exit is None else Traced(network.exit, "exit", on)(x)
+            network.have_heads_read(x, ids, step, state.layers, tapped)
             return x
 
         out = self._extend(tokens, state, "all", commit, run, Traced(self.logits, "head", on))
@@ -429,7 +409,7 @@ class Model:
         return out
 
     def _run(self, tokens: Tensor, step: Step, state: State, keep: Keep) -> Tensor:
-        return self.run_layers(tokens, step, state.layers, state, keep)
+        return self.network.stream(tokens, step, state.layers, state, keep)
 
     @ordinary_tensors
     def _extend(
@@ -511,102 +491,13 @@ class Model:
         features = self.config.hidden_size if head is None else self.config.vocab_size
         return Forward(run, head, features, self.device, self.output_device, self.on_part, give_way)
 
-    def run_layers(
-        self,
-        tokens: Tensor,
-        step: Step,
-        layers: Sequence[LayerState],
-        state: State | None = None,
-        keep: Keep = None,
-    ) -> Tensor:
-        """Run the blocks over a step: tokens int64 `[R, T]` -> the stream behind them, float32 `[R, T, E]`.
-
-        Eagerly, unless `state`, whose layers these are, keeps the plan. keep: see `Run`.
-        """
-        reads = len(layers) > len(self.blocks)  # heads read the whole stream
-        tapped: list[Tensor] = []
-        x, blocks = self.embedded(tokens, step), self.blocks_of(step)
-        owner = state if blocks is self.blocks else None  # a plan is of the model's own blocks
-        if reads and self.heads[0].taps:
-            x, tapped = run_tapped(blocks, x, step, layers, owner, self.heads[0].taps)
-        else:
-            x = run_stack(blocks, x, step, layers, owner, None if reads else keep)
-        x = x if self.exit is None else self.exit(x)
-        if not reads:
-            return x
-        self._run_heads(x, tokens, step, layers, tapped)
-        return x if keep is None else ops.last_tokens(x, step.counts, keep)
-
-    def _run_heads(
-        self,
-        stream: Tensor,
-        tokens: Tensor,
-        step: Step,
-        layers: Sequence[LayerState],
-        tapped: Sequence[Tensor] = (),
-    ) -> None:
-        """Have the heads read a step, where the state has layers of theirs: `stream` `[R, T, E]` behind the blocks."""
-        if caches := layers[len(self.blocks) :]:
-            on = self.output_device
-            read(self.heads, self.norm, stream, tokens.to(on), step.on(on), caches, [each.to(on) for each in tapped])
-
-    def encoded(self, source: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Of a source's ids, the keys and values `[K, S, D]` that each block attends to; empty for the other blocks."""
-        assert self.encoder is not None, "a model without an encoder has no sources"
-        encoding = self.encoder(source)
-        return [
-            block.mixer.keys_values(arrived(encoding, block)) if isinstance(block.mixer, CrossAttention) else {}
-            for block in self.blocks
-        ]
-
-    def blocks_of(self, step: Step) -> Sequence[Block]:
-        """The blocks as they run in a step: behind the first ones, with what pictures add to the stream there."""
-        if not step.media:
-            return self.blocks
-        deep = depth(step.media, step.starts, step.ends, self.config.hidden_size)
-        return [*map(adding, self.blocks[:deep], range(deep)), *self.blocks[deep:]] if deep else self.blocks
-
-    def embedded(self, tokens: Tensor, step: Step) -> Tensor:
-        """The stream in front of the first block: tokens int64 `[R, T]` -> float32 `[R, T, E]`."""
-        x = self.embed.rows(tokens)
-        if self.config.embed_scale != 1.0:
-            x = x * self.config.embed_scale
-        if step.media:
-            x = overlaid(x, step.media, step.starts, step.ends)
-        return x if self.entry is None else self.entry(x, tokens, step)
-
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Hidden states `[..., E]` -> float32 logits `[..., V]`; in `out`, of that shape, without gradients."""
-        if out is not None and not out.is_contiguous():
-            for row, into in zip(hidden, out, strict=True):
-                self.logits(row, into)
-            return out
-        rows, done = hidden.flatten(0, -2), 0
-        if out is None:
-            # By blocks of few rows, so that compiled graphs and references do not need as much memory again.
-            if rows.shape[0] <= GRAPH_ROWS:
-                return self._head(rows).view(*hidden.shape[:-1], self.head.out_features)
-            blocks = rows.split(GRAPH_ROWS)
-            first = self._head(blocks[0])
-            if torch.compiler.is_compiling() or first.requires_grad:
-                return torch.cat([first, *map(self._head, blocks[1:])]).unflatten(0, hidden.shape[:-1])
-            out, done = first.new_empty(*hidden.shape[:-1], first.shape[-1]), len(first)
-            out.view(len(rows), -1)[:done] = first
-        flat = out.view(len(rows), out.shape[-1])
-        for start in range(done, len(rows), HEAD_ROWS):
-            self._head(rows[start : start + HEAD_ROWS], flat[start : start + HEAD_ROWS])
-        return out
+        return in_blocks(self._head, hidden, out)
 
     def _head(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """`[n, E]` -> `[n, V]`."""
-        logits = ops.linear(hidden, self.head, self.head_bias, norm=self.norm, out=out)
-        scale, cap = self.config.logit_scale, self.config.logit_softcap
-        if torch.compiler.is_compiling() or logits.requires_grad:
-            logits = logits if scale == 1.0 else logits * scale
-            return logits if cap is None else ops.in_double(torch.tanh, logits / cap) * cap
-        if scale != 1.0:
-            logits.mul_(scale)
-        return logits if cap is None else logits.copy_(ops.in_double(torch.tanh, logits.div_(cap))).mul_(cap)
+        return self.network.logits(hidden, out)
 
     def decode_step(
         self, tokens: Tensor, state: State, counts: Tensor | None = None, logits: Literal["last", "all"] = "last"
@@ -635,10 +526,11 @@ class Model:
             raise StateError(f'logits={logits!r} was asked for; there are "last" and "all"')
         self._refuse_other(state)
         step, room = state.device_step(tokens.shape[1], counts)
-        traced = self._from_blocks().traced if torch.compiler.is_compiling() else None
-        model = self if traced is None else traced
-        hidden = model.run_layers(tokens, step, state.layers, state)
-        out = device_logits(hidden, model.logits, step, room, logits)
+        network = self.network
+        if torch.compiler.is_compiling() and self._traced is not None:
+            network = self._traced[1]
+        hidden = network.stream(tokens, step, state.layers, state)
+        out = device_logits(hidden, partial(in_blocks, network.logits), step, room, logits)
         state.record_device_step(tokens.clone(), None if counts is None else counts.clone(), out)
         return out
 

@@ -23,7 +23,7 @@ from lmstate.ops.weights.bfloat12 import Bfloat12Weight
 from lmstate.ops.weights.grouped import FloatWeight, quantize
 from lmstate.ops.weights.lora import LoraWeight, LowRank
 from lmstate.training.lora import ALL, PEFT_REFUSES, Adapter, LoraConfig, module_key
-from lmstate.training.model import ParameterModel, adopt
+from lmstate.training.model import ParameterModel
 from lmstate.training.module_names import modules_of
 
 EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -204,17 +204,18 @@ class AdaptedModel(Model):
             adapter.to(weights.device)
         self.adapters = dict(adapters)
         self._weights = weights
-        self._choose([chosen])
+        built = self._choose([chosen])
+        super().__init__(built.network, built.dtype, built.context_size)
 
-    def _choose(self, names: Sequence[str | None]) -> None:
+    def _choose(self, names: Sequence[str | None]) -> Model:
+        """Choose the adapters -> the model that is built of them."""
         for name in names:
             if name is not None and name not in self.adapters:
                 raise ModelError(f"there is no adapter {name!r:.80}; this model has {', '.join(self.adapters)}")
         self.chosen = tuple(names)
         selection = [None if name is None else self.adapters[name] for name in names]
         self._weights = AdaptedWeights(self._weights, selection)
-        adopt(self, build_adapted(self._weights, selection))
-        self._fingerprint = None
+        return build_adapted(self._weights, selection)
 
     def adapted(self, adapter: str | Sequence[str | None] | None) -> AdaptedModel:
         """Copy of this model with another adapter (None: with none), or with one for each row of a batch.
@@ -226,7 +227,7 @@ class AdaptedModel(Model):
         names = [adapter] if adapter is None or isinstance(adapter, str) else list(adapter)
         if not names:
             raise ModelError("adapters for no rows were asked for; name one for each row, None for none")
-        twin._choose(names)
+        twin.network, twin._fingerprint = twin._choose(names).network, None
         return twin
 
 
@@ -239,7 +240,9 @@ class LoraModel(ParameterModel):
     def __init__(self, weights: WeightLoader, config: LoraConfig, adapter: Adapter | None = None) -> None:
         plain = AdaptedWeights(weights, [None])
         model = build_adapted(plain, [None])
-        outside = {id(weight) for _, weight in weights_in((model.embed, model.head, model.entry, model.exit))}
+        outside = {
+            id(weight) for _, weight in weights_in((model.embed, model.head, model.network.entry, model.network.exit))
+        }
         refused = PEFT_REFUSES.get(model.config.family, ()) if config.targets == ALL else ()
         self.modules = {
             module: shape
@@ -256,7 +259,8 @@ class LoraModel(ParameterModel):
         self.adapter.to(weights.device)
         for tensor in self.parameters():
             tensor.requires_grad_()
-        adopt(self, build_adapted(AdaptedWeights(plain, [self.adapter]), [self.adapter]))
+        built = build_adapted(AdaptedWeights(plain, [self.adapter]), [self.adapter])
+        super().__init__(built.network, built.dtype, built.context_size)
         self._version = self.version
 
     @property

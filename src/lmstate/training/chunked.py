@@ -99,13 +99,13 @@ class Tape:
     def _hidden(self, model: Model, first: int, step: Step) -> Tensor:
         rows = [row[first : first + step.width] for row in self.ids]
         tokens = torch.tensor([[*row, *[0] * (step.width - len(row))] for row in rows], device=self.layout.device)
-        x = model.embedded(tokens, step)
+        x = model.network.embedded(tokens, step)
         if self.checkpoint and torch.is_grad_enabled():
             for block, layer in zip(model.blocks, self.layers):
                 x = recompute(block, x, step, layer, use_reentrant=False, preserve_rng_state=False)
         else:
             x = run_eager(model.blocks, x, step, self.layers)
-        return x if model.exit is None else model.exit(x)
+        return x if model.network.exit is None else model.network.exit(x)
 
 
 class _Hidden(torch.autograd.Function):

@@ -7,7 +7,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import fields
 from typing import Any, Self
 
 import torch
@@ -24,16 +23,6 @@ from lmstate.state.inference_mode import ordinary_tensors
 from lmstate.state.kv.policies.per_layer import Policies
 from lmstate.training.streams import follow
 from lmstate.training.weights import Leaves, TrainableWeights
-
-OWN = ("name", "eos_ids", "defaults", "notes", "_tokenizer")
-"""Fields that a build knows nothing of."""
-
-
-def adopt(model: Model, built: Model) -> None:
-    """Make what was built the model's own."""
-    for field in fields(Model):
-        if field.init and (field.name not in OWN or field.name not in model.__dict__):
-            setattr(model, field.name, getattr(built, field.name))
 
 
 class ParameterModel(Model, ABC):
@@ -139,7 +128,9 @@ class TrainableModel(ParameterModel):
         kind = "float32" if weights.kind == "auto" else weights.kind
         self._source, self._context_size = weights.source, weights.context_size
         self._leaves = Leaves(weights.source, kind, weights.device)
-        self._adopt(self.built(self._leaves, torch.float32 if kind == "float32" else torch.bfloat16))
+        built = self.built(self._leaves, torch.float32 if kind == "float32" else torch.bfloat16)
+        super().__init__(built.network, built.dtype, built.context_size)
+        self._version = self.version
 
     def built(self, leaves: Leaves, dtype: torch.dtype | None = None) -> Model:
         """The model that is made of leaves: autograd, where it is on, follows what it does with them."""
@@ -164,7 +155,8 @@ class TrainableModel(ParameterModel):
     def refresh(self) -> None:
         """Build the model again where a gradient is to follow, or where its weights have changed."""
         if torch.is_grad_enabled() or self._version != self.version:
-            self._adopt(self.built(self._leaves))
+            self.network, self._fingerprint = self.built(self._leaves).network, None
+            self._version = self.version
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the model as a checkpoint directory, which `lmstate.load` and transformers load.
@@ -176,8 +168,3 @@ class TrainableModel(ParameterModel):
 
         tied = ("lm_head.weight",) if self.head is self.embed else ()
         save_checkpoint(folder, self._leaves.source, self._leaves.tensors, without=tied)
-
-    def _adopt(self, built: Model) -> None:
-        adopt(self, built)
-        self._version = self.version
-        self._fingerprint = None

@@ -83,7 +83,7 @@ def next_token_loss(model: Model, hidden: Tensor, targets: Tensor) -> Tensor:
     Of the logits `[N, V]` only some rows exist at a time. Their gradients are computed with them, so that backward
     computes nothing again.
     """
-    shared = model.norm.weight, model.norm.bias, model.head.storage, model.head_bias
+    shared = model.norm.weight, model.norm.bias, model.head.storage, model.network.head_bias
     total: Tensor = _NextTokenLoss.apply(model, hidden, targets, *shared)
     return total
 

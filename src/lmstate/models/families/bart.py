@@ -154,8 +154,9 @@ def build(w: WeightLoader) -> Model:
         encoder=encoder,
         ignore=("model.*coder.embed_tokens.weight", *(("*.embed_positions.weights",) if family == "m2m_100" else ())),
     )
-    model.head_bias = None if bias is None or not bias.any() else bias[0]
-    return model
+    if bias is None or not bias.any():
+        return model
+    return replace(model, network=replace(model.network, head_bias=bias[0]))
 
 
 def _stack(w: WeightLoader, name: str, shape: b.Dims) -> Stack:

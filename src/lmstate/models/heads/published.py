@@ -73,7 +73,8 @@ def with_head(model: Model, folder: Path, loader: Callable[..., WeightLoader]) -
         tokens = tokens.to(model.output_device)
     elif known != model.config.vocab_size:
         raise ModelError(f"{folder} knows {known} tokens, of the model's {model.config.vocab_size}, and lacks 'd2t'")
-    return replace(model, heads=(moved(_head(w, model, tokens, known), model.output_device),), _fingerprint=None)
+    heads = (moved(_head(w, model, tokens, known), model.output_device),)
+    return replace(model, network=replace(model.network, heads=heads), _fingerprint=None)
 
 
 def _head(w: WeightLoader, model: Model, tokens: Tensor | None, known: int) -> Eagle3Head:

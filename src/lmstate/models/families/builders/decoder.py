@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from lmstate.checkpoints.loader import WeightLoader
+from lmstate.models.block import Block
+from lmstate.models.config import ModelConfig
 from lmstate.models.encoder import Encoder
 from lmstate.models.families.builders.dims import POSITIONS, Dims
 from lmstate.models.families.builders.heads import HeadBuilder
@@ -13,7 +15,8 @@ from lmstate.models.families.builders.norms import NormBuilder, norm
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.embedding import EmbeddingHook, OutputHook
 from lmstate.models.layers.mlp import FeedForward
-from lmstate.models.model import Block, Model, ModelConfig
+from lmstate.models.model import Model
+from lmstate.models.network import Network
 from lmstate.models.spread import spread
 from lmstate.ops import Norm
 
@@ -97,7 +100,7 @@ def decoder(
             blocks.append(block(index))
     with w.on(devices[-1]):
         predicting = heads(embedding, head, head_bias) if heads is not None and w.heads else ()
-    model = Model(
+    network = Network(
         ModelConfig(
             config.str("model_type"),
             shape.vocab,
@@ -108,7 +111,7 @@ def decoder(
             logit_softcap,
         ),
         embedding,
-        blocks,
+        tuple(blocks),
         final_norm or norm(w, f"{prefix}.norm.weight", shape.hidden, shape.eps),
         head,
         head_bias,
@@ -116,10 +119,9 @@ def decoder(
         exit=exit,
         heads=predicting,
         encoder=encoder,
-        dtype=w.dtype,
     )
     w.check_all_used([*(["lm_head.weight"] if tied else []), "*.rotary_emb.inv_freq", *UNASKED_HEADS, *ignore])
-    return spread(model, devices) if w.placement.spreads else model
+    return Model(spread(network, devices) if w.placement.spreads else network, w.dtype)
 
 
 def _state_bytes(w: WeightLoader, shape: Dims) -> int:
