@@ -41,6 +41,7 @@ SUBMIT = st.tuples(
     st.sampled_from([1, 1, 1, 2, 4]),  # answers
     st.sampled_from([0.0, 0.0, 1.2]),
     st.sampled_from([0, 0, 1, -1]),
+    st.sampled_from(["", "", "one", "two"]),  # sender
 )
 OPERATION = st.one_of(
     SUBMIT,
@@ -92,13 +93,15 @@ class Schedule:
         self.fed += 1
         return prompt(count, 1000 + self.fed)
 
-    def submit(self, index: int, part: float, new: int, count: int, n: int, temperature: float, priority: int) -> None:
+    def submit(
+        self, index: int, part: float, new: int, count: int, n: int, temperature: float, priority: int, sender: str
+    ) -> None:
         base = self.texts[index % len(self.texts)]
         ids = [*base[: round(part * min(len(base), MOST))], *self.ids(new)]
         sampler = Sampler(temperature, seed=self.fed)
         request = self.engine.submit(
             ids, max_new_tokens=count, n=n, temperature=temperature, seed=self.fed, priority=priority,
-            logprobs=0, ignore_eos=True,
+            sender=sender, logprobs=0, ignore_eos=True,
         )  # fmt: skip
         self.asked.append(Asked(request, ids, sampler))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import httpx
 import pytest
 
 import lmstate
-from lmstate.engine import Engine
+from lmstate.engine import Engine, Request
 from lmstate.serve import Settings
 from lmstate.serve.answer.paths import Path as Route
 from lmstate.serve.app import PATHS
@@ -28,9 +29,10 @@ from lmstate.serve.wire.schema.sessions import (
     SendBody,
     SessionBody,
 )
-from lmstate.serve.wire.tenants import EVERYBODY, Tenant, as_owner, caller
+from lmstate.serve.wire.tenants import EVERYBODY, Tenant, as_owner, caller, sender_of
+from tests.engine.test_batching import paused
 from tests.serve.running import Running, running
-from tests.waiting import wait_until
+from tests.waiting import GUARD, wait_until
 
 SECRET = "what the first key said"
 ALL = (*PATHS, *conversations.PATHS, *page.PATHS)
@@ -221,6 +223,42 @@ def test_owners_hold_over_a_restart_and_everybody_shares_where_that_is_said(
                 assert one.get(f"/v1/sessions/{stored}").status_code == 404
             assert one.post("/v1/sessions", json={"name": "both"}).status_code == 201
             assert [each["name"] for each in other.get("/v1/sessions").json()["data"]] == ["both"]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_key_with_one_request_is_served_beside_one_with_forty(
+    tiny_model: lmstate.Model, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+
+    with Engine(tiny_model, rows=1) as engine, keys(engine, shared=shared) as (many, one):
+        submit, go = engine.submit, paused(engine)
+
+        def submitted(prompt: Any, **options: Any) -> Request:
+            request = submit(prompt, **options)
+            request.when_done(lambda _: ended.append(options["sender"]))
+            return request
+
+        monkeypatch.setattr(engine, "submit", submitted)
+        body = {"prompt": "Hi", "max_tokens": 1}
+        with ThreadPoolExecutor(41) as threads:
+            asked = [threads.submit(many.post, "/v1/completions", json=body) for _ in range(40)]
+            wait_until(lambda: engine.load().waiting == 40)
+            asked.append(threads.submit(one.post, "/v1/completions", json=body))
+            wait_until(lambda: engine.load().waiting == 41)
+            go.set()
+            assert all(each.result(GUARD).is_success for each in asked)
+    assert ended[0] != ended[1]
+    assert ended.count(ended[0]) == 40
+    assert "" not in ended
+
+
+def test_a_sender_without_a_key_is_an_address_or_a_network_of_one() -> None:
+    assert sender_of(b"key", "127.0.0.1") == sender_of(b"key", "::1") != sender_of(b"other", "127.0.0.1")
+    assert sender_of(None, "192.0.2.1") != sender_of(None, "192.0.2.2")
+    assert sender_of(None, "2001:db8:1:2::3") == sender_of(None, "2001:db8:1:2:ffff::4")
+    assert sender_of(None, "2001:db8:1:2::3") != sender_of(None, "2001:db8:1:3::3")
+    assert sender_of(None, "") == ""
 
 
 def test_the_oldest_of_all_owners_go_when_there_is_no_room(engine: Engine) -> None:

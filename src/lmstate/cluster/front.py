@@ -90,6 +90,7 @@ class Front:
         itl: float | None = None,
         idempotency_key: str | None = None,
         salt: str = "",
+        sender: str = "",
         settle: Callable[[], None] | None = None,
         **changes: Any,
     ) -> Request:
@@ -124,7 +125,7 @@ class Front:
                 told = token_ids(given, "the prompt", self.model.config.vocab_size)
             key = route_key([], session=session, tenant=salt)
             key = replace(key, tokens=self._lengths.get(session, 0) + len(prompt))
-        work = Work(told, params, priority, deadline, itl, session, idempotency_key, salt)
+        work = Work(told, params, priority, deadline, itl, session, idempotency_key, salt, sender)
         request = MovingRequest(work, ids, partial(self._send, key), self._movers.submit, self._thinking_format, settle)
         if session is not None:
             request.when_done(partial(self._measure, session))

@@ -29,6 +29,7 @@ class Work:
     session: str | None = None  # whose turn it is; `prompt` is then appended to it
     key: str | None = None  # of the session's turn
     salt: str = ""  # of its prefixes
+    sender: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ def submitted(engine: Engine, work: Work, answered: list[list[int]]) -> Request:
         session=work.session,
         idempotency_key=work.key,
         salt=work.salt,
+        sender=work.sender,
         answered=answered,
     )
 

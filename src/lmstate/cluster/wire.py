@@ -65,6 +65,7 @@ class WireWork(msgspec.Struct, frozen=True):
     session: str | None = None
     key: str | None = None
     salt: str = ""
+    sender: str = ""
 
 
 class WireNote(msgspec.Struct, frozen=True):
@@ -190,7 +191,7 @@ def work_to_wire(work: Work, answered: list[list[int]], to: str, id: str) -> Wir
     ids = [one for one in prompt if isinstance(one, int)] if text is None and not talk else None
     return WireWork(
         to, id, told, answered, text, ids, talk or None, None if grammar is None else grammar.lark,
-        work.priority, work.deadline, work.itl, work.session, work.key, work.salt,
+        work.priority, work.deadline, work.itl, work.session, work.key, work.salt, work.sender,
     )  # fmt: skip
 
 
@@ -202,7 +203,8 @@ def work_of_wire(told: WireWork, compiled: Callable[[str], Grammar]) -> Work:
     given = [prompt for prompt in (told.text, told.ids, told.messages) if prompt is not None]
     if len(given) != 1:
         raise ValueError(f"a request came with {len(given)} prompts; it has one: text, ids or messages")
-    return Work(given[0], params, told.priority, told.deadline, told.itl, told.session, told.key, told.salt)
+    terms = (told.priority, told.deadline, told.itl, told.session, told.key, told.salt, told.sender)
+    return Work(given[0], params, *terms)
 
 
 def news_to_wire(told: Told, prompt: list[int] | None) -> WireNews:

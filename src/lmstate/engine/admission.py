@@ -13,7 +13,7 @@ WORTH_WAITING = 16  # tokens that another request is about to compute, for which
 
 
 class Admission:
-    """Begins requests, and goes on with answers whose rows were taken back, in one order: that of their ranks."""
+    """Begins requests, and goes on with answers whose rows were taken back, in the order of their turns."""
 
     def __init__(self, work: Workload, budget: MemoryBudget) -> None:
         self._work, self._budget, self._reuse = work, budget, work.reuse
@@ -23,8 +23,8 @@ class Admission:
         work = self._work
         if self._free() <= 0 or not (len(work.waiting) or work.preempted) or (work.crowded and self._budget.working()):
             return
-        wait: list[Reader] = [*(each for each in work.preempted if not each.reading), *work.waiting.jobs()]
-        for each in sorted(wait, key=lambda each: each.rank):
+        waiting: list[Reader] = [*(each for each in work.preempted if not each.reading), *work.waiting.jobs()]
+        for each in work.in_turn(waiting):
             if self._free() <= 0:
                 return
             if isinstance(each, Preempted):

@@ -180,6 +180,7 @@ class Engine:
         idempotency_key: str | None = None,
         answered: Sequence[Sequence[int]] = (),
         salt: str = "",
+        sender: str = "",
         **changes: Any,
     ) -> Request:
         """Queue a request: a text, token ids, chat messages, or what `Model.encode` made of them. Returns at once.
@@ -188,7 +189,7 @@ class Engine:
 
         params    a `lmstate.SamplingParams`. Its fields can be given by name too, and count before it:
                   `submit(prompt, max_new_tokens=20, temperature=0.7)`
-        priority  larger ones first; one step is worth ten seconds of waiting
+        priority  larger ones first among those of a sender; one step is worth ten seconds of waiting
         deadline  seconds from now, after which it ends as it is
         session   a conversation, or its name, that the prompt goes on with: see `Session.send`
         itl       milliseconds between two tokens of its answers, at most, while other prompts are read; None: as the
@@ -201,6 +202,8 @@ class Engine:
         salt      only texts of the same salt share what was computed, and earlier answers to draft from, so that the
                   times of one sender tell nothing of another's texts. It is written to a store as it is. A session has
                   its own
+        sender    the name of the sender: senders share the rows evenly, one request of each in turn. By default all
+                  requests are of one sender
 
         `Request.end_thinking` ends a thinking section at any moment, as `max_thinking_tokens` does.
 
@@ -210,7 +213,7 @@ class Engine:
         """
         params = sampling_params(params, changes)
         params.check(self.model)
-        terms = Terms(params, priority, deadline, itl, idempotency_key, salt)
+        terms = Terms(params, priority, deadline, itl, idempotency_key, salt, sender)
         told = answered_ids(answered, params, self.model)
         if session is None:
             if idempotency_key is not None:

@@ -39,7 +39,8 @@ Rank: TypeAlias = tuple[float, int]
 @dataclass(frozen=True)
 class Terms:
     """The demands of a request: its answers' parameters, its priority, its deadline in seconds, the most milliseconds
-    between two of its tokens while others' prompts are read, its idempotency key, and the salt of its prefixes."""
+    between two of its tokens while others' prompts are read, its idempotency key, the salt of its prefixes, and its
+    sender."""
 
     params: SamplingParams
     priority: int = 0
@@ -47,9 +48,12 @@ class Terms:
     itl: float | None = None
     key: str | None = None
     salt: str = ""
+    sender: str = ""
 
     def __post_init__(self) -> None:
         check_salt(self.salt)
+        if not isinstance(self.sender, str):
+            raise ValueError(f"sender is {self.sender!r:.80}; it must be a text")
         priority, deadline = whole_number(self.priority, "priority"), self.deadline
         if abs(priority) > MAX_PRIORITY:
             raise ValueError(f"priority is {priority}; it must be {-MAX_PRIORITY} or more, at most {MAX_PRIORITY}")
@@ -81,7 +85,7 @@ class Job:
         self.text = array("q", prompt.identities)  # the same, to be compared
         self.params, self.priority, self.deadline = terms.params, terms.priority, terms.deadline
         self.itl = None if terms.itl is None else terms.itl / 1000  # seconds
-        self.key, self.salt = terms.key, terms.salt
+        self.key, self.salt, self.sender = terms.key, terms.salt, terms.sender
         self.order = order
         self.messages = messages  # that the prompt was made of, if it was
         self.session = session
@@ -101,14 +105,19 @@ class Job:
         self.prompt_logprobs: list[TokenLogprob | None] = []
         self.error: BaseException | None = None  # why it failed
         self._times = [perf_counter()]  # submitted, started, first token
-        # Its place among others, smaller ones first: to be begun, read, gone on with, and to keep a row.
-        self.rank: Rank = (self._times[0] / AGING - terms.priority, order)
+        self.since = self._times[0]  # when it was submitted, or one of its sender's ended while it waited
+        self.rank: Rank = self.rank_since  # its place among its sender's, smaller ones first; `turns` has that of all
         self._read = 0.0  # when its prompt was read
 
     @property
     def at(self) -> int:
         """Tokens of the prompt that are computed or reused."""
         return self.request.computed
+
+    @property
+    def rank_since(self) -> Rank:
+        """The rank of a request that was submitted at `since`."""
+        return self.since / AGING - self.priority, self.order
 
     @property
     def overdue(self) -> bool:
@@ -212,11 +221,6 @@ class Preempted:
     state: State | None = None  # of one row, until the text has a row in which it is read
     reading: bool = False
     at: int = 0
-
-    @property
-    def rank(self) -> Rank:
-        """Its place among others that wait, see `Job.rank`."""
-        return self.job.rank
 
     @property
     def index(self) -> int:

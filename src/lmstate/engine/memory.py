@@ -69,7 +69,7 @@ def nbytes(state: State) -> int:
 
 
 class MemoryBudget:
-    """Rows and prefix store within the engine's memory: what is kept goes first, then the rows that started last."""
+    """Rows and prefix store within the engine's memory: what is kept goes first, then the rows whose turns are last."""
 
     def __init__(self, work: Workload, cost: RowCost) -> None:
         self.held = 0  # bytes of rows when they were last looked at
@@ -117,7 +117,7 @@ class MemoryBudget:
         self._spare = memory - 2 * held - prefixes.nbytes
 
     def _preempt(self) -> bool:
-        """Take the row of the largest rank back: it goes on later. False if there is none.
+        """Take the row back whose turn is last: it goes on later. False if there is none.
 
         One that is alone has no room even so, and ends.
         """
@@ -128,7 +128,8 @@ class MemoryBudget:
         working += [(aside.job, aside) for aside in work.preempted if aside.reading]
         if not working:
             return False
-        job, what = max(working, key=lambda entry: (entry[0].rank, 0 if entry[1] is None else entry[1].index))
+        places = work.turns()
+        job, what = max(working, key=lambda entry: (places[entry[0]], 0 if entry[1] is None else entry[1].index))
         if len(working) == 1:
             self._end_too_large(job, what)
         elif what is None:

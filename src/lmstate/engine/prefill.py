@@ -31,7 +31,8 @@ class Prefill:
         """The texts that the next step reads, and how many tokens of each: within the bounds on the gaps of the rows
         that decode. They have rows, unless each is read in a state of its own."""
         work = self._work
-        readers = [reader for reader in work.readers() if isinstance(reader, Preempted) or reader.logits is None]
+        unread = [reader for reader in work.readers() if isinstance(reader, Preempted) or reader.logits is None]
+        readers = work.in_turn(unread)
         texts = [(reader.at, min(reader.left(), ECHO_CHUNK) if reader.echo else reader.left()) for reader in readers]
         itls = {job.itl for job in work.jobs.values()}
         chunks = dict(zip(readers, self._pace.chunks(texts, bool(work.jobs), itls)))
@@ -94,7 +95,7 @@ class Prefill:
         Where nobody decodes yet they may wait for prompts that came with theirs: beside rows that decode these would be
         read in small chunks, and rows that decode together share the weights.
         """
-        jobs = [reader for reader in self._work.readers() if isinstance(reader, Job)]
+        jobs = [reader for reader in self._work.in_turn(self._work.readers()) if isinstance(reader, Job)]
         read, unread = [[job for job in jobs if (job.logits is None) is so] for so in (False, True)]
         others = unread and not any(aside.reading for aside in self._work.preempted)
         together = others and all(self._waits(job, unread[0]) for job in read)

@@ -1,4 +1,4 @@
-"""Requests that wait: larger priorities first, first come first served within one, and nobody waits for ever."""
+"""Requests that wait, from any thread, and how many may. `turns` has their order."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from threading import Lock
 
 from lmstate.engine.job import Job
 from lmstate.engine.results import QueueFull
+
+OTHERS = 8  # one place in so many is for other senders than the one that has all the others
 
 
 class Queue:
@@ -21,14 +23,17 @@ class Queue:
         return len(self._jobs)
 
     def add(self, job: Job) -> None:
-        """Raises QueueFull if as many wait as may."""
+        """Raises QueueFull if as many wait as may: of all, or of its sender, if it has one."""
         with self._lock:
-            if len(self._jobs) < self.most:
+            own = sum(other.sender == job.sender for other in self._jobs) if job.sender else 0
+            share = self.most - self.most // OTHERS
+            if len(self._jobs) < self.most and own < share:
                 self._jobs.append(job)
                 return
+        waiting = f"{own} requests of this sender" if own >= share else f"{self.most} requests"
         raise QueueFull(
-            f"{self.most} requests wait already, as many as this engine holds: send it again later, or make the "
-            "engine with a larger queue="
+            f"{waiting} wait already, as many as this engine holds: send it again later, or make the engine with a "
+            "larger queue="
         )
 
     def put_back(self, job: Job) -> None:

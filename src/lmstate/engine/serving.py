@@ -79,6 +79,7 @@ class ServingEngine(SessionHost, Protocol):
         itl: float | None = None,
         idempotency_key: str | None = None,
         salt: str = "",
+        sender: str = "",
         **changes: Any,
     ) -> Request: ...
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import chain
+from time import perf_counter
 from typing import TYPE_CHECKING, TypeVarTuple
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from lmstate.engine.queue import Queue
 from lmstate.engine.results import Completion, Drained, Piece
 from lmstate.engine.reuse import PrefixReuse
 from lmstate.engine.rows import RowPool
+from lmstate.engine.turns import Turn, had_turn, turns
 from lmstate.generation.row import AnswerRow, Finish
 from lmstate.ops.types.block_table import KVBlock
 from lmstate.state import BlockPool, Snapshot, State
@@ -59,7 +61,7 @@ class Workload:
         self.peak = 0  # most bytes of rows at a time
         self.looks = 2  # steps to look at the bytes of rows after
         self.crowded = False  # rows were taken back, and nothing has ended since
-        self.reuse, self._blocks, self._drafting, self._ended = reuse, blocks, drafting, ended
+        self.reuse, self._blocks, self._drafting, self._tell_end = reuse, blocks, drafting, ended
 
     # ---- what there is
 
@@ -67,9 +69,19 @@ class Workload:
         return [*self.waiting.jobs(), *self.reading, *self.answering]
 
     def readers(self) -> list[Reader]:
-        """Texts that are read, or were and wait for their answers, in the order of their turns."""
-        readers: list[Reader] = [*(work for work in self.preempted if work.reading), *self.reading]
-        return sorted(readers, key=lambda reader: reader.rank)
+        """Texts that are read, or were and wait for their answers."""
+        return [*(work for work in self.preempted if work.reading), *self.reading]
+
+    def turns(self) -> Mapping[Job, Turn]:
+        """The places of all requests: see `turns`."""
+        return turns(self.all())
+
+    def in_turn(self, readers: list[Reader]) -> list[Reader]:
+        """Texts in the order of their requests' turns."""
+        if len(readers) < 2:
+            return readers
+        places = self.turns()
+        return sorted(readers, key=lambda reader: places[reader.job])
 
     def at_work(self) -> list[Job]:
         """The request of each row in use: whose prompt is read, or an answer of which is made."""
@@ -219,6 +231,10 @@ class Workload:
         self.counts["finished"] += 1
         self.crowded = False
         self._ended(job, job.completion())
+
+    def _ended(self, job: Job, outcome: Completion | BaseException) -> None:
+        had_turn(job.sender, self.waiting.jobs(), perf_counter())
+        self._tell_end(job, outcome)
 
     def _forget(self, job: Job) -> None:
         """Take a request out of everything; what was computed is kept if it can be: memory may be what it ended for."""

@@ -12,7 +12,7 @@ from lmstate.serve.answer.handlers import error_response
 from lmstate.serve.settings import Settings, is_loopback
 from lmstate.serve.wire.errors import ApiError
 from lmstate.serve.wire.request_id import ANTHROPIC, OPENAI
-from lmstate.serve.wire.tenants import EVERYBODY, Tenant, current_tenant
+from lmstate.serve.wire.tenants import EVERYBODY, Tenant, current_sender, current_tenant, sender_of
 
 OPEN = frozenset({"/health", "/v1/health"})  # asked by what watches a server, without a key
 
@@ -46,17 +46,19 @@ class Guard:
             await send(message)
 
         try:
-            current_tenant.set(self._check(scope, headers, origin, cross))
+            key = self._check(scope, headers, origin, cross)
         except ApiError as error:
             await error_response(error, scope["path"])(scope, receive, put)
             return
+        current_tenant.set(EVERYBODY if key is None else self._keys[key])
+        current_sender.set(sender_of(key, (scope.get("client") or ("",))[0]))
         if scope["method"] == "OPTIONS" and origin is not None:
             await self._preflight(put)
             return
         await self._app(scope, receive, put)
 
-    def _check(self, scope: Scope, headers: Headers, origin: str | None, cross: str | None) -> Tenant:
-        """Whom a request is answered for. Raises `ApiError` for one that may not ask."""
+    def _check(self, scope: Scope, headers: Headers, origin: str | None, cross: str | None) -> bytes | None:
+        """The key that a request has; None where it needs none. Raises `ApiError` for one that may not ask."""
         host = headers.get("host", "")
         if origin is not None and cross is None and not _is_same(origin, scope["scheme"], host):
             raise ApiError(f"pages of {origin[:200]} may not ask here; --cors-origin allows them", 403)
@@ -66,23 +68,23 @@ class Guard:
             if self._settings.on_loopback and not is_loopback(name):
                 where = f"this server is asked as localhost, not as {host[:200]!r}"
                 raise ApiError(f"{where}; with --api-key-file it answers to any name", 403)
-            return EVERYBODY
+            return None
         if scope["path"] in self._open or scope["method"] == "OPTIONS":
-            return EVERYBODY
+            return None
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = [headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else ""]
         found = [self._known(key.encode("utf-8", "surrogateescape")) for key in given]
-        if (tenant := found[0] or found[1]) is None:
+        if (key := found[0] or found[1]) is None:
             message = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
             raise ApiError(message, 401, code="invalid_api_key")
-        return tenant
+        return key
 
-    def _known(self, given: bytes) -> Tenant | None:
-        """The owner that a key stands for, if it is one. It is compared with every key, each in constant time."""
+    def _known(self, given: bytes) -> bytes | None:
+        """The key, if it is one. It is compared with every key, each in constant time."""
         found = None
-        for key, tenant in self._keys.items():
+        for key in self._keys:
             if hmac.compare_digest(key, given):
-                found = tenant
+                found = key
         return found
 
     def _allowed_origin(self, origin: str | None) -> str | None:

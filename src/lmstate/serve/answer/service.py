@@ -25,7 +25,7 @@ from lmstate.serve.wire.access_log import submitted
 from lmstate.serve.wire.errors import ApiError, as_api_error
 from lmstate.serve.wire.metrics import Metrics
 from lmstate.serve.wire.sse import Disconnected, unless_gone
-from lmstate.serve.wire.tenants import caller
+from lmstate.serve.wire.tenants import caller, current_sender
 from lmstate.text.replay import Replay, Sampled, link
 
 if TYPE_CHECKING:
@@ -177,6 +177,7 @@ class Service:
                 session=session,
                 idempotency_key=idempotency_key,
                 salt=caller().salt(cache_salt) if session is None else "",
+                sender=current_sender.get(),
             )
         except (StateError, EngineError) as error:
             raise as_api_error(error) from None

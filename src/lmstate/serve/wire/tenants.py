@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
+from ipaddress import IPv6Address, IPv6Network, ip_address
 
 MARK = "@"  # begins the stored form of a name with an owner; clients can give no session such a name
 
@@ -53,11 +54,24 @@ def _digest(*parts: str) -> str:
 
 EVERYBODY = Tenant()
 current_tenant: ContextVar[Tenant] = ContextVar("tenant", default=EVERYBODY)
+current_sender: ContextVar[str] = ContextVar("sender", default="")
+SENDER_BITS = 64  # of an IPv6 address: a host has all addresses that begin with them
 
 
 def caller() -> Tenant:
     """The owner of what the request that is being answered makes and asks for."""
     return current_tenant.get()
+
+
+def sender_of(key: bytes | None, address: str) -> str:
+    """The sender of a request, for the engine: its API key where there is one, else the address that it comes from."""
+    if key is not None:
+        return Tenant.of(key).owner
+    try:
+        ip = ip_address(address)
+    except ValueError:  # of a socket that is a file, say
+        return address
+    return str(IPv6Network((int(ip), SENDER_BITS), strict=False)) if isinstance(ip, IPv6Address) else address
 
 
 def as_owner(stored: str, act: Callable[[str], object]) -> None:
