@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from lmstate.errors import (
     CapacityError,
+    GrammarError,
     ModelError,
     PendingError,
     RewindError,
@@ -38,6 +39,7 @@ __all__ = [
     "BlockPool",
     "CapacityError",
     "Engine",
+    "GrammarError",
     "Media",
     "Model",
     "ModelError",

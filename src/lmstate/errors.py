@@ -1,5 +1,7 @@
 """Exceptions of lmstate. Each message says what was asked, what stands in the way, what to do."""
 
+from __future__ import annotations
+
 
 class StateError(ValueError):
     """An operation on a state that cannot be done. The state is as it was before the call."""
@@ -27,6 +29,18 @@ class UnsupportedError(StateError):
 
 class ModelError(ValueError):
     """A checkpoint or config that lmstate cannot run: damaged, incomplete, or of an unsupported family."""
+
+
+class GrammarError(ValueError):
+    """A JSON schema, pattern or grammar that is wrong, unsupported or too large. `param`: the name it was given by,
+    if it is known."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+    def __reduce__(self) -> tuple[type[GrammarError], tuple[str, str | None]]:
+        return GrammarError, (str(self), self.param)
 
 
 class RanksError(RuntimeError):

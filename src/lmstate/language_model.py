@@ -9,6 +9,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from lmstate.state import State
+    from lmstate.text.grammars.compiler import GrammarCompiler
     from lmstate.text.tokenizer import Tokenizer
 
 Logits = Literal["last", "all", "none"] | Sequence[int]
@@ -37,6 +38,11 @@ class DescribedModel(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """The compiler of constraints on its answers."""
+        ...
 
 
 class LanguageModel(DescribedModel, Protocol):

@@ -27,6 +27,7 @@ from lmstate.generation.row import AnswerRow
 from lmstate.state.step import CHUNK
 from tests.generation.fake_model import FakeModel
 from tests.serve.byte_tokenizer import save_tokenizer
+from tests.serve.running import save_tiny
 from tests.zoo import ENCODERS, auto, ours, randomize
 
 
@@ -105,6 +106,18 @@ def test_what_is_not_asked_for_is_as_the_model_suggests(
             assert taken == [expected]
     asks_nothing = Sampler(seed=taken[0].seed)
     assert arguments or taken == [asks_nothing]
+
+
+def test_the_answer_fits_a_schema_a_pattern_or_a_grammar(runner: CliRunner, tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    file = tmp_path / "pattern.txt"
+    file.write_text("ab{2}\n")
+    schema = ["--json-schema", '{"const": "abb"}']
+    for given in (["--regex", "ab{2}"], ["--regex", f"@{file}"], ["--grammar", 'root ::= "abb"']):
+        assert runner.invoke(app, ["generate", str(tmp_path), "Hi", *given]).stdout == "abb\n"
+    assert runner.invoke(app, ["generate", str(tmp_path), "Hi", *schema]).stdout == '"abb"\n'
+    for wrong in (["--json-schema", "{"], ["--regex", "a", *schema]):
+        assert runner.invoke(app, ["generate", "smollm2", "Hi", *wrong]).exit_code == 2
 
 
 def test_options_of_the_engine_on_the_command_line(model: FakeModel, runner: CliRunner) -> None:

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmstate.serve.answer.grammar import Grammars
-from lmstate.serve.tools.closed_schema import MAX_BLANKS, masked
+from lmstate.text.grammars import lark
+from lmstate.text.grammars.closed_schema import MAX_BLANKS, masked
 from tests.serve.byte_tokenizer import byte_tokenizer
 
 NAMED = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -43,7 +44,7 @@ def test_the_mask_lets_through_what_the_schema_names(
     tmp_path: Path, schema: dict[str, Any], text: str, fits: bool, strict: bool
 ) -> None:
     grammars = Grammars(byte_tokenizer(tmp_path), 300)
-    grammar = grammars.compile(grammars.json_schema(schema, "x", strict), "x")
+    grammar = grammars.compile(lark.of_schema(schema, "x", strict), "x")
     tokens = grammars._tokenizer.encode(text, add_special_tokens=False)
     taken = 0
     for token in tokens:

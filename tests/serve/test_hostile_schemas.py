@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
+from lmstate.errors import GrammarError
 from lmstate.serve.answer.compile_check import CompileCheck, TooCostly
 from lmstate.serve.answer.grammar import Grammars
-from lmstate.serve.answer.schema_bounds import MAX_REPEATS, check_schema, repeats
-from lmstate.serve.wire.errors import ApiError
+from lmstate.text.grammars.schema_bounds import MAX_REPEATS, check_schema, repeats
 from tests.serve.byte_tokenizer import byte_tokenizer
 from tests.serve.running import Running
 from tests.waiting import wait_until
@@ -57,7 +57,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_multiplies_is_refused_before_it_is_compiled(name: str) -> None:
     start = process_time()
-    with pytest.raises(ApiError, match="x has a"):
+    with pytest.raises(GrammarError, match="x has a"):
         check_schema(HOSTILE[name], "x")
     assert process_time() - start < SECONDS
 

@@ -25,6 +25,7 @@ from lmstate.serve.tools.reader import Parser
 from lmstate.serve.wire.errors import ApiError
 from lmstate.speculation import Draft
 from lmstate.text.control_tokens import control_pattern
+from lmstate.text.grammars import lark
 from lmstate.text.replay import Replay, Sampled, chain
 from lmstate.text.tokenizer import Tokenizer, TokenizerFiles
 from tests.serve.byte_tokenizer import TEMPLATE, byte_tokenizer
@@ -178,11 +179,11 @@ def test_a_constraint_holds_after_reasoning(tmp_path: Path, markers: ReasoningMa
     tokenizer = byte_tokenizer(tmp_path, [markers.token or markers.start, markers.end] if special else [])
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
     for opened in (False, True):
-        lark = grammars.with_reasoning(grammars.json_object(), markers, opened)
+        written = grammars.with_reasoning(lark.json_object(), markers, opened)
         whole = f"{markers.start}Hm.{markers.end}{{}}"
         texts = {f"Hm {{.{markers.end}\n{{}}": opened, whole: not opened, "{}": not opened, "Hm.": False}
         for text, right in texts.items():
-            grammar = grammars.compile(lark, "x")
+            grammar = grammars.compile(written, "x")
             walked = True
             for token in tokenizer.encode(text, add_special_tokens=False):
                 allowed = grammar.allowed()
@@ -209,7 +210,7 @@ def test_reasoning_is_told_from_the_answer_however_it_is_cut(markers: ReasoningM
 def test_a_grammar_rolled_back_is_as_it_was(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(tmp_path)
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
-    grammar = grammars.compile(grammars.regex("ab(c|d)[0-9]{3}", "x"), "x")
+    grammar = grammars.compile(lark.of_pattern("ab(c|d)[0-9]{3}", "x"), "x")
     a, b, c, one = (tokenizer.encode(char, add_special_tokens=False)[0] for char in "abc1")
     assert grammar.forced()[:1] in ([a], [])
     grammar.accept(a)
@@ -236,7 +237,7 @@ def test_digits_and_letters_of_a_pattern_are_those_of_ascii(
 ) -> None:
     tokenizer = byte_tokenizer(tmp_path)
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
-    grammar = grammars.compile(grammars.regex(pattern, "x"), "x")
+    grammar = grammars.compile(lark.of_pattern(pattern, "x"), "x")
     fitting = True
     for token in tokenizer.encode(text, add_special_tokens=False):
         allowed = grammar.allowed()
@@ -256,7 +257,7 @@ def test_a_schema_cuts_drafts_and_completes_them(tmp_path: Path) -> None:
         "required": ["name", "age"],
         "additionalProperties": False,
     }
-    grammar = grammars.compile(grammars.json_schema(schema, "x"), "x")
+    grammar = grammars.compile(lark.of_schema(schema, "x"), "x")
 
     def walked(text: str) -> str:
         ids = tokenizer.encode(text, add_special_tokens=False)

@@ -10,10 +10,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from lmstate.serve.answer.schema_bounds import check_schema
-from lmstate.serve.tools.base import json_term
-from lmstate.serve.tools.schema_types import BOUNDS, TYPES, types_of, value_of
-from lmstate.serve.wire.errors import ApiError
+from lmstate.errors import GrammarError
+from lmstate.text.grammars.lark import json_term
+from lmstate.text.grammars.schema_bounds import check_schema
+from lmstate.text.grammars.schema_types import BOUNDS, TYPES, types_of, value_of
 
 DEFS = {
     "$defs": {"name": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}, "maybe": {"$ref": "#/$defs/name"}},
@@ -90,7 +90,7 @@ def test_integers_that_float64_may_not_hold_are_refused_by_name(place: Any, sign
         *((True, {word: sign * LARGE}) for word in BOUNDS),
     ]:
         word = next(iter(schema))
-        with pytest.raises(ApiError, match=rf"{word} -?{LARGE}"):
+        with pytest.raises(GrammarError, match=rf"{word} -?{LARGE}"):
             check_schema(place(schema), "response_format", strict)
 
 

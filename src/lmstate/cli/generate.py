@@ -66,6 +66,9 @@ def generate(
     ignore_eos: options.IgnoreEos = False,
     min_tokens: options.MinTokens = 0,
     thinking_budget: options.ThinkingBudget = None,
+    json_schema: options.AnswerSchema = None,
+    regex: options.AnswerRegex = None,
+    grammar: options.AnswerGrammar = None,
     system: options.System = None,
     chat: Annotated[
         bool | None,
@@ -110,6 +113,7 @@ def generate(
       git diff | lmstate generate smollm2 --system "Summarize this change." > summary.txt
       lmstate generate smollm2 --raw -f book.txt -n 0 --save-state book.lmstate
       lmstate generate smollm2 --state book.lmstate "In one sentence, the book says" --json
+      lmstate generate smollm2 "A river, as JSON." --json-schema @river.json
       lmstate generate opus-mt-en-de/ --source "The cat sleeps."
       lmstate generate Qwen/Qwen2-VL-2B-Instruct --image screen.png "What does the error say?"
     """
@@ -143,6 +147,7 @@ def generate(
     from lmstate.cli.chat.branches import with_messages
     from lmstate.cli.progress import warn_of_length
     from lmstate.generation import Generation, SamplingParams
+    from lmstate.generation.params import sampling_params
     from lmstate.generation.prompts import with_source
     from lmstate.vision.pictures import picture_file
 
@@ -157,9 +162,12 @@ def generate(
         "ignore_eos": ignore_eos,
         "logprobs": logprobs,
         "max_thinking_tokens": thinking_budget,
+        "json_schema": options.text_or_file(json_schema),
+        "regex": options.text_or_file(regex),
+        "grammar": options.text_or_file(grammar),
     }
     with options.usage():
-        SamplingParams(**limits)  # before a model is loaded for nothing
+        _ = SamplingParams(**limits).constraint  # before a model is loaded for nothing
     sampling = options.SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     kv = options.kv_storage(kv_bits)
     pictures = [picture_file(path) for path in image or ()]
@@ -174,14 +182,9 @@ def generate(
         request = _go_on(loaded, empty, state, text, pictures, chat)
     held = request.state.lengths[0]
     warn_of_length(loaded, held, held + len(request.ids))
-    generation = Generation(
-        loaded,
-        [request.ids],
-        request.state,
-        sampling.of(loaded),
-        draft=options.load_drafter(draft, device),
-        **limits,
-    )
+    params = sampling_params(sampling.of(loaded), limits)
+    params = params.compiled(loaded, None if request.messages is None else request.ids)
+    generation = Generation(loaded, [request.ids], request.state, params, draft=options.load_drafter(draft, device))
     with closing(cast("Generator[RowPiece]", iter(generation))) as pieces:
         texts = (piece.text for piece in pieces)
         stopped = collect(texts) if as_json else write_pieces(texts)

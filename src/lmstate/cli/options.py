@@ -106,6 +106,16 @@ LogitBias = Annotated[
 ThinkingBudget = Annotated[
     int | None, typer.Option("--thinking-budget", min=0, help="End the thinking section after this many tokens.")
 ]
+AnswerSchema = Annotated[
+    str | None,
+    typer.Option("--json-schema", metavar="SCHEMA|@FILE", help="The answer is JSON that fits this schema."),
+]
+AnswerRegex = Annotated[
+    str | None, typer.Option("--regex", metavar="PATTERN|@FILE", help="All of the answer matches this pattern.")
+]
+AnswerGrammar = Annotated[
+    str | None, typer.Option("--grammar", metavar="GRAMMAR|@FILE", help="The answer is of this grammar: GBNF or Lark.")
+]
 Logprobs = Annotated[
     int | None,
     typer.Option("--logprobs", min=0, max=1024, help="With --json: log probabilities, and those of the K best tokens."),
@@ -236,6 +246,11 @@ def usage() -> Iterator[None]:
         yield
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def text_or_file(given: str | None) -> str | None:
+    """An option's text, or with an `@` before it that of a file."""
+    return Path(given[1:]).read_text(encoding="utf-8").strip() if given is not None and given[:1] == "@" else given
 
 
 def logit_bias(given: list[str] | None) -> dict[int, float]:

@@ -103,6 +103,7 @@ class Front:
         """
         params = sampling_params(params, changes)
         params.check(self.model)
+        params.compiled(self.model)  # replicas compile what is written, by their prompts: what is wrong is told now
         if params.seed is None and not params.greedy:  # another replica draws the same numbers
             params = replace(params, seed=int(torch.randint(2**62, ())))
         ids: list[int] = []

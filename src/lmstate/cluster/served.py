@@ -67,7 +67,6 @@ class ServedEngine:
         self._early: OrderedDict[str, list[WireNote]] = OrderedDict()  # of requests that are not here yet
         self._takes = True
         self._drained = False
-        self._grammars: Any = None
         self._done, self._moved = -1.0, monotonic()  # tokens, and when they were fewer
 
     async def about(self, told: bytes) -> bytes:
@@ -115,12 +114,7 @@ class ServedEngine:
         return submitted(self.engine, work_of_wire(told, self._compiled), told.answered)
 
     def _compiled(self, lark: str) -> Grammar:
-        from lmstate.serve.answer.grammar import Grammars
-
-        if self._grammars is None:
-            self._grammars = Grammars(self.engine.model.tokenizer, self.engine.model.config.vocab_size)
-        grammar: Grammar = self._grammars.compile(lark, "grammar")
-        return grammar
+        return self.engine.model.grammars.compile(lark, "grammar")
 
     async def note(self, told: bytes) -> bytes:
         """Do what a `WireNote` wishes, now or once its request is here."""

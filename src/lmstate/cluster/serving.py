@@ -32,6 +32,7 @@ from lmstate.models.config import ModelConfig
 from lmstate.models.describe import WeightTotals
 from lmstate.speculation import DraftReport
 from lmstate.state.validate import token_ids
+from lmstate.text.grammars.compiler import GrammarCompiler
 from lmstate.text.replay import Replay
 from lmstate.text.tokenizer import Tokenizer
 from lmstate.vision.reader import PicturePrompt, PictureReader
@@ -53,6 +54,7 @@ class RemoteModel:
     eos_ids: frozenset[int]
     defaults: dict[str, Any]
     _tokenizer: Tokenizer | None
+    _grammars: GrammarCompiler | None = None
 
     @staticmethod
     def of(facts: WireFacts, tokenizer: Tokenizer | None) -> RemoteModel:
@@ -77,6 +79,12 @@ class RemoteModel:
         if self._tokenizer is None:
             raise UnsupportedError("the checkpoint has no tokenizer")
         return self._tokenizer
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size)
+        return self._grammars
 
     def pictures(self) -> PictureReader:
         """Raises UnsupportedError: replicas are sent text."""

@@ -171,7 +171,7 @@ def unpack(told: bytes, kind: type[Message]) -> Message:
 def work_to_wire(work: Work, answered: list[list[int]], to: str, id: str) -> WireWork:
     """Raises UnsupportedError for a grammar that is an object of this process."""
     params, grammar = work.params, work.params.grammar
-    if grammar is not None and not isinstance(grammar, WrittenGrammar):
+    if not isinstance(grammar, WrittenGrammar | str | None):
         raise UnsupportedError(
             f"the grammar {grammar!r:.80} was given to a front; replicas take those that the server compiles, from text"
         )
@@ -181,6 +181,8 @@ def work_to_wire(work: Work, answered: list[list[int]], to: str, id: str) -> Wir
         if field.name not in ("grammar", "logit_bias", "stop_token_ids")
         and (value := getattr(params, field.name)) != field.default
     }
+    if isinstance(grammar, str):
+        told["grammar"] = grammar
     if params.biases:
         told["logit_bias"] = dict(params.biases)
     if params.stop_token_ids:
@@ -190,7 +192,7 @@ def work_to_wire(work: Work, answered: list[list[int]], to: str, id: str) -> Wir
     talk = [one for one in prompt if isinstance(one, dict)] if text is None else []
     ids = [one for one in prompt if isinstance(one, int)] if text is None and not talk else None
     return WireWork(
-        to, id, told, answered, text, ids, talk or None, None if grammar is None else grammar.lark,
+        to, id, told, answered, text, ids, talk or None, grammar.lark if isinstance(grammar, WrittenGrammar) else None,
         work.priority, work.deadline, work.itl, work.session, work.key, work.salt, work.sender,
     )  # fmt: skip
 

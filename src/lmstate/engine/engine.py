@@ -219,7 +219,8 @@ class Engine:
             if idempotency_key is not None:
                 raise ValueError("an idempotency_key was given; it is for turns of a session")
             messages = [dict(message) for message in prompt] if are_messages(prompt) else []  # the list is the caller's
-            return self._queued(self._encoded(prompt, salt), terms, messages, None, told)
+            encoded = self._encoded(prompt, salt)
+            return self._queued(encoded, self._constrained(terms, messages, encoded), messages, None, told)
         conversation = session if isinstance(session, Session) else self.session(session, salt)
         conversation.refuse_other(self)
         if salt not in ("", conversation.salt):
@@ -230,9 +231,13 @@ class Engine:
             if idempotency_key is not None and (known := conversation.answered(idempotency_key)) is not None:
                 return self._told_again(known, conversation)
             whole, messages = conversation.continued(prompt, partial(self._encoded, salt=conversation.salt))
-            return self._queued(whole, terms, messages, conversation, told)
+            return self._queued(whole, self._constrained(terms, messages, whole), messages, conversation, told)
 
         return conversation.begin(begin, idempotency_key)
+
+    def _constrained(self, terms: Terms, messages: list[dict[str, Any]], prompt: PicturePrompt) -> Terms:
+        """The terms with what constrains the answer compiled; the answer to messages may think first."""
+        return replace(terms, params=terms.params.compiled(self.model, prompt.tokens if messages else None))
 
     def _told_again(self, answer: KeyedAnswer, session: Session) -> Request:
         """A request that ended with this answer of a session."""

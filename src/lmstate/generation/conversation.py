@@ -90,6 +90,7 @@ def chat(
     state = model.new_state() if state is None else state
     if state.rows != 1:
         raise ValueError(f"chat takes a state of one row, and this one has {state.rows}")
+    chosen = chosen.compiled(model, ids)
     generation = Generation(model, [align(state, PicturePrompt(ids))], state, chosen, draft=draft)
     pieces = _remembered(model, generation, messages, variables)
     return pieces if stream else "".join(pieces)

@@ -24,7 +24,7 @@ import torch
 from lmstate.errors import CapacityError, PendingError
 from lmstate.generation.logprobs import TokenLogprob
 from lmstate.generation.params import sampling_params
-from lmstate.generation.prompts import Prompt, as_token_lists, with_source
+from lmstate.generation.prompts import Prompt, are_messages, as_token_lists, with_source
 from lmstate.generation.report import Report, RowPiece
 from lmstate.generation.row import AnswerRow, most_likely
 from lmstate.generation.sampling import Sampler
@@ -64,6 +64,7 @@ class Generation:
         """`params`: a `SamplingParams`, or a `Sampler`; `changes`: fields of it by name."""
         params = sampling_params(params, changes)
         params.check(model)
+        params = params.compiled(model)
         if params.n != 1 or params.prompt_logprobs is not None:
             raise ValueError("n and prompt_logprobs are options of Engine.submit: a row has one answer here")
         self.model = model
@@ -321,7 +322,8 @@ def generate(
         state, prompts, single = with_source(model, source, prompt, state)
     else:
         prompts, single = as_token_lists(model.tokenizer if model.has_tokenizer else None, prompt, state)
-    generation = Generation(model, prompts, state, params, draft=draft, **changes)
+    params = sampling_params(params, changes).compiled(model, prompts[0] if are_messages(prompt) else None)
+    generation = Generation(model, prompts, state, params, draft=draft)
     for _ in generation:
         pass
     answers: list[Any] = generation.ids if return_ids else generation.texts
@@ -352,7 +354,8 @@ def stream(
             f"stream gives the pieces of one prompt, and this is a list of {len(prompts)}: iterate over "
             "lmstate.generation.Generation, whose pieces name their row, or use generate"
         )
-    return _texts(Generation(model, prompts, state, params, draft=draft, **changes))
+    params = sampling_params(params, changes).compiled(model, prompts[0] if are_messages(prompt) else None)
+    return _texts(Generation(model, prompts, state, params, draft=draft))
 
 
 def _texts(generation: Generation) -> Iterator[str]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from lmstate.generation.grammar import Grammar, check_grammar
 from lmstate.generation.sampling import Sampler
 from lmstate.generation.stopping import as_stops
-from lmstate.generation.thinking import ThinkingFormat
+from lmstate.generation.thinking import TAIL, ThinkingFormat
 from lmstate.language_model import DescribedModel
 from lmstate.state.validate import flag, token_ids, whole_number
+from lmstate.text.grammars.constraint import Constraint, of_format
+from lmstate.text.thinking import thinking_markers
 
 MAX_TOP_LOGPROBS = 1024
 MAX_NEW_TOKENS = 256
+CONSTRAINTS = ("json_schema", "regex", "grammar", "response_format")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +36,11 @@ class SamplingParams(Sampler):
     ignore_eos          end-of-sequence tokens do not end the answer
     logprobs            log probabilities of the tokens of the answers, with this many of the most likely ones
     prompt_logprobs     the same for the prompt, all of which is then computed
-    grammar             what may come next, see `Grammar`; each answer follows a copy of it
+    json_schema         the answer is JSON that fits this schema: an object, or its text
+    regex               the answer matches this regular expression from its first character to its last
+    grammar             the answer is of this grammar in Lark or GBNF; or an object that says what may come next, see
+                        `Grammar`, of which each answer follows a copy
+    response_format     one of these as OpenAI's protocol writes it: `{"type": "json_object"}` is any JSON object
     max_thinking_tokens  tokens of the thinking section; after them comes what the chat template ends it with, and the
                         answer
 
@@ -49,7 +56,10 @@ class SamplingParams(Sampler):
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    grammar: Grammar | None = None
+    json_schema: Mapping[str, Any] | bool | str | None = None
+    regex: str | None = None
+    grammar: Grammar | str | None = None
+    response_format: Mapping[str, Any] | None = None
     max_thinking_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -66,7 +76,10 @@ class SamplingParams(Sampler):
         for name in ("logprobs", "prompt_logprobs", "max_thinking_tokens"):
             if (given := getattr(self, name)) is not None:
                 checked[name] = _count(name, given, most=MAX_TOP_LOGPROBS if name != "max_thinking_tokens" else None)
-        if self.grammar is not None:
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} were given: an answer follows one of them")
+        if self.grammar is not None and not isinstance(self.grammar, str):
             check_grammar(self.grammar)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -78,6 +91,33 @@ class SamplingParams(Sampler):
     def ends(self, eos_ids: frozenset[int]) -> frozenset[int]:
         """The tokens that end an answer, of a model with these end-of-sequence tokens."""
         return (frozenset() if self.ignore_eos else eos_ids) | frozenset(self.stop_token_ids)
+
+    def compiled(self, model: DescribedModel, talk: Sequence[int] | None = None) -> SamplingParams:
+        """These parameters with what constrains the answer as a `Grammar` of the model's tokens.
+
+        talk: the ids of a conversation, whose answer may begin with a thinking section: what follows it is constrained.
+        Raises `GrammarError` for a constraint that is wrong, unsupported or too large.
+        """
+        if (constraint := self.constraint) is None:
+            return self
+        lark = constraint.lark
+        if talk is not None and (markers := thinking_markers(model.tokenizer.template_source)) is not None:
+            end = model.tokenizer.decode(list(talk[-TAIL:]), False)
+            if not markers.closed_by(end):
+                lark = model.grammars.with_reasoning(lark, markers, markers.opened_by(end))
+        grammar = model.grammars.compile(lark, constraint.param)
+        return replace(self, grammar=grammar, json_schema=None, regex=None, response_format=None)
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """The constraint on the answer that is written, not compiled. Raises `GrammarError` for a wrong one."""
+        if self.json_schema is not None:
+            return Constraint.of_schema(self.json_schema, "json_schema")
+        if self.regex is not None:
+            return Constraint.of_pattern(self.regex, "regex")
+        if self.response_format is not None:
+            return of_format(self.response_format)
+        return Constraint.of_grammar(self.grammar, "grammar") if isinstance(self.grammar, str) else None
 
     def check(self, model: DescribedModel) -> None:
         """Raise ValueError for what does not fit together or does not fit the model.

@@ -158,6 +158,7 @@ class AnswerRow:
         self.stopped_by: str | int | None = None
         self.logprobs: list[TokenLogprob] = []
         self.drafted = self.accepted = 0  # tokens of drafts that were verified, and those that held
+        assert not isinstance(params.grammar, str), "`SamplingParams.compiled` comes first"
         self._grammar: Grammar | None = None if params.grammar is None else params.grammar.copy()
         self._lost: Exception | None = None  # of a grammar that is no longer where the answer is
         stream = model.tokenizer.stream() if model.has_tokenizer else NoText()

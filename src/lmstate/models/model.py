@@ -41,6 +41,7 @@ from lmstate.state.kv.policies.per_layer import Policies, policies_of
 from lmstate.state.snapshot import differences
 from lmstate.state.tree import grow
 from lmstate.state.validate import flag, flags, whole_number
+from lmstate.text.grammars.compiler import GrammarCompiler
 from lmstate.text.replay import Replay
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class Model:
     _traced: tuple[Network, Network] | None = field(default=None, init=False)  # a network, and what its graphs hold
     _pictures: PictureReader | None = field(default=None, init=False, repr=False)
     _replay: Replay | None = field(default=None, init=False, repr=False)
+    _grammars: GrammarCompiler | None = field(default=None, init=False, repr=False)
 
     state_type: ClassVar[type[State]] = State
     """Class of its states."""
@@ -561,6 +563,13 @@ class Model:
     generate = generate
     stream = stream
     chat = chat
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """The compiler of constraints on its answers. Raises `StateError` if the model has no tokenizer."""
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size)
+        return self._grammars
 
     @property
     def replay(self) -> Replay:

@@ -18,7 +18,7 @@ from lmstate.serve.answer.handlers import json_response, log
 from lmstate.serve.answer.messages import Call, Chat, Message, without_volatile
 from lmstate.serve.answer.pictures import picture_mark
 from lmstate.serve.answer.sampling import sampling_params, stops
-from lmstate.serve.answer.service import ChatTask, Constraint, Service, ToolUse
+from lmstate.serve.answer.service import ChatTask, Service, ToolUse
 from lmstate.serve.openai.tools import chosen_name, kind_of, tool_name
 from lmstate.serve.tools import CallArguments, CallStart, Event, Reasoning, Text, Tool
 from lmstate.serve.wire.body import read, wrong
@@ -40,6 +40,7 @@ from lmstate.serve.wire.schema.messages import (
     ToolUseBlock,
 )
 from lmstate.serve.wire.sse import EventStream, event
+from lmstate.text.grammars.constraint import Constraint
 
 PING = event("ping", {"type": "ping"})
 
@@ -187,7 +188,7 @@ async def messages(service: Service, request: Request, body: MessagesBody) -> AS
         max_new_tokens=body.max_tokens,
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
-        constraint=read_format(service, body),
+        constraint=read_format(body),
         call_prefix="toolu_",
     )
     answer = MessageAnswer(task, body.model)
@@ -329,12 +330,12 @@ def _tool_use(body: CountBody) -> ToolUse:
     return ToolUse(tools, "required" if kind == "any" else kind, parallel=parallel)
 
 
-def read_format(service: Service, body: CountBody) -> Constraint | None:
+def read_format(body: CountBody) -> Constraint | None:
     """`output_config.format` (or `output_format`): a JSON schema."""
     given, name = None if body.output_config is None else body.output_config.format, "output_config.format.schema"
     if given is None:
         given, name = body.output_format, "output_format.schema"
-    return None if given is None else Constraint(service.grammars.json_schema(given.schema, name), name)
+    return None if given is None else Constraint.of_schema(given.schema, name)
 
 
 def usage_of(prompt: int, reused: int, generated: int = 0, thought: int = 0) -> dict[str, Any]:

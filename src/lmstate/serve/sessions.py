@@ -162,7 +162,7 @@ async def send(service: Service, request: Request, body: SendBody) -> ASGIApp:
     session = await found(service, request)
     prompt, count = await asyncio.to_thread(read_prompt, service, body)
     params = sampling_params(body, service.vocab_size, service.model.defaults)
-    constraint, grammar = read_constraint(body, body.response_format, service.grammars), None
+    constraint, grammar = read_constraint(body, body.response_format), None
     if constraint is not None:
         grammar = await unless_gone(
             request.receive, service.grammars.compile_checked(constraint.lark, constraint.param)

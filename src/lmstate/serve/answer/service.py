@@ -26,6 +26,7 @@ from lmstate.serve.wire.errors import ApiError, as_api_error
 from lmstate.serve.wire.metrics import Metrics
 from lmstate.serve.wire.sse import Disconnected, unless_gone
 from lmstate.serve.wire.tenants import caller, current_sender
+from lmstate.text.grammars.constraint import Constraint
 from lmstate.text.replay import Replay, Sampled, link
 
 if TYPE_CHECKING:
@@ -35,14 +36,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("lmstate.serve")
 
 BEGINNING = 16  # characters for each token of the context: four times as many as texts need
-
-
-@dataclass(frozen=True)
-class Constraint:
-    """A grammar that the answer must fit. `param` is the field that asked for it."""
-
-    lark: str
-    param: str
 
 
 @dataclass(frozen=True)
@@ -359,4 +352,4 @@ class Service:
             request.cancel()
 
 
-__all__ = ["ChatTask", "Constraint", "Disconnected", "Service", "ToolUse"]
+__all__ = ["ChatTask", "Disconnected", "Service", "ToolUse"]

@@ -16,7 +16,7 @@ from lmstate.serve.answer.handlers import json_response, log
 from lmstate.serve.answer.messages import Chat, Message, Prompt
 from lmstate.serve.answer.pictures import picture_mark
 from lmstate.serve.answer.sampling import check_ids, sampling_params, stops
-from lmstate.serve.answer.service import ChatTask, Constraint, Service, ToolUse
+from lmstate.serve.answer.service import ChatTask, Service, ToolUse
 from lmstate.serve.anthropic import as_object
 from lmstate.serve.openai import fields
 from lmstate.serve.openai.completions import prompt_ids
@@ -34,6 +34,8 @@ from lmstate.serve.wire.schema.ollama import (
     OllamaOptions,
 )
 from lmstate.serve.wire.sse import EventStream, dumps, unless_gone
+from lmstate.text.grammars.constraint import Constraint
+from lmstate.text.grammars.lark import json_object
 from lmstate.vision.reader import PicturePrompt
 
 NDJSON = {"content-type": "application/x-ndjson"}
@@ -181,7 +183,7 @@ async def _answered(
         _params(service, body),
         use=use,
         max_new_tokens=_limit(body.options),
-        constraint=_constraint(service, body),
+        constraint=_constraint(body),
         tokens=tokens,
     )
 
@@ -189,7 +191,7 @@ async def _answered(
 async def _continued(service: Service, request: Request, body: OllamaAnswered, tokens: list[int]) -> ChatTask:
     """Begin to go on with a text as it is."""
     params, grammar = _params(service, body), None
-    if (constraint := _constraint(service, body)) is not None:
+    if (constraint := _constraint(body)) is not None:
         checked = service.grammars.compile_checked(constraint.lark, constraint.param)
         grammar = await unless_gone(request.receive, checked)
     made = service.submit(tokens, replace(params, grammar=grammar), max_new_tokens=_limit(body.options))
@@ -218,11 +220,10 @@ def _limit(options: OllamaOptions | None) -> int | None:
     return most if most is not None and most >= 0 else None
 
 
-def _constraint(service: Service, body: OllamaAnswered) -> Constraint | None:
+def _constraint(body: OllamaAnswered) -> Constraint | None:
     if body.format in (None, ""):
         return None
-    lark = service.grammars.json_object() if body.format == "json" else None
-    return Constraint(lark or service.grammars.json_schema(body.format, "format"), "format")
+    return Constraint(json_object(), "format") if body.format == "json" else Constraint.of_schema(body.format, "format")
 
 
 def _thinking(body: OllamaAnswered) -> tuple[bool | None, dict[str, Any]]:

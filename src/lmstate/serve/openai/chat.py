@@ -195,7 +195,7 @@ async def chat_completions(service: Service, request: Request, body: ChatBody) -
         max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
-        constraint=fields.read_constraint(body, body.response_format, service.grammars),
+        constraint=fields.read_constraint(body, body.response_format),
     )
     name = body.model or service.settings.model_name
     answer = ChatAnswer(

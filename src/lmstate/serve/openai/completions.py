@@ -234,7 +234,7 @@ async def completions(service: Service, request: Request, body: CompletionBody) 
         logprobs=0 if best_of > n and logprobs is None else logprobs,
         prompt_logprobs=logprobs if echo else None,
     )
-    constraint = fields.read_constraint(body, body.response_format, service.grammars)
+    constraint = fields.read_constraint(body, body.response_format)
     longest = 16 if body.max_tokens is None else body.max_tokens
     requests: list[EngineRequest] = []
     texts = Texts(

@@ -7,16 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from lmstate.serve.answer.answers import Answer, usage_details
-from lmstate.serve.answer.grammar import Grammars
 from lmstate.serve.answer.messages import Call, Message
 from lmstate.serve.answer.pictures import picture_mark
-from lmstate.serve.answer.service import Constraint, Service
+from lmstate.serve.answer.service import Service
 from lmstate.serve.tools.custom import arguments_of
 from lmstate.serve.wire.body import wrong
 from lmstate.serve.wire.errors import ApiError
 from lmstate.serve.wire.schema.chat import ChatCall, ChatMessage, Content, ContentPart, ImageUrl, ThinkingFields
-from lmstate.serve.wire.schema.common import Generating, JsonSchema, ResponseFormat, StructuredOutputs
+from lmstate.serve.wire.schema.common import Generating, ResponseFormat, StructuredOutputs
+from lmstate.text.grammars.constraint import Constraint, of_format
+from lmstate.text.grammars.lark import json_object, of_words
 
 if TYPE_CHECKING:
     from lmstate.engine import TokenLogprob
@@ -91,7 +94,7 @@ def _call(given: ChatCall, path: str) -> Call:
 
 
 def read_constraint(
-    body: Generating, format: ResponseFormat | None, grammars: Grammars, path: str = "response_format"
+    body: Generating, format: ResponseFormat | None, path: str = "response_format"
 ) -> Constraint | None:
     """The grammar that an answer must fit: of the fields that local servers share, or of `format`, which stands at
     `path` of the body."""
@@ -103,7 +106,7 @@ def read_constraint(
     )
     grammar = "grammar" if body.grammar is not None else "guided_grammar"
     names = {"json": "guided_json", "regex": "guided_regex", "choice": "guided_choice", "grammar": grammar}
-    if (found := _structured(shared, names, grammars)) is not None:
+    if (found := _structured(shared, names)) is not None:
         return found
     others = StructuredOutputs(
         json=body.json_schema if body.format in (None, "", "json") else body.format,
@@ -113,71 +116,28 @@ def read_constraint(
     )
     schema = "json_schema" if body.json_schema is not None else "format"
     names = {"json": schema, "regex": "regex", "grammar": "ebnf", "json_object": "format"}
-    if (found := _structured(others, names, grammars)) is not None:
+    if (found := _structured(others, names)) is not None:
         return found
     if body.structured_outputs is not None:
         names = {key: f"structured_outputs.{key}" for key in StructuredOutputs.__struct_fields__}
-        return _structured(body.structured_outputs, names, grammars)
-    return None if format is None else _formatted(format, grammars, path)
+        return _structured(body.structured_outputs, names)
+    return None if format is None else of_format(msgspec.to_builtins(format), path)
 
 
-def _formatted(given: ResponseFormat, grammars: Grammars, path: str) -> Constraint | None:
-    if given.type == "text":
-        return None
-    if given.type == "json_object" and given.schema is None:
-        return Constraint(grammars.json_object(), path)
-    if given.type == "grammar":
-        if given.grammar is None:
-            raise wrong(f"{path}.grammar", "a string", None)
-        return Constraint(lark_of(given.grammar, path), path)
-    if given.type == "regex":
-        if given.pattern is None:
-            raise wrong(f"{path}.pattern", "a string", None)
-        return Constraint(grammars.regex(given.pattern, f"{path}.pattern"), f"{path}.pattern")
-    holder, name = (given.json_schema, f"{path}.json_schema.schema") if given.json_schema else (given, f"{path}.schema")
-    if holder.schema is None:
-        raise wrong(name, "a JSON schema", None)
-    return Constraint(grammars.json_schema(holder.schema, name, bool(holder.strict)), name)
-
-
-def _structured(given: StructuredOutputs, names: dict[str, str], grammars: Grammars) -> Constraint | None:
+def _structured(given: StructuredOutputs, names: dict[str, str]) -> Constraint | None:
     """The constraint of whichever field is given; `names` are what errors call them."""
     if given.grammar is not None:
-        return Constraint(lark_of(given.grammar, names["grammar"]), names["grammar"])
+        return Constraint.of_grammar(given.grammar, names["grammar"])
     if given.regex is not None:
-        return Constraint(grammars.regex(given.regex, names["regex"]), names["regex"])
+        return Constraint.of_pattern(given.regex, names["regex"])
     if given.json is not None:
-        return Constraint(grammars.json_schema(_schema(given.json, names["json"]), names["json"]), names["json"])
+        return Constraint.of_schema(given.json, names["json"])
     if given.json_object:
-        return Constraint(grammars.json_object(), names["json_object"])
+        return Constraint(json_object(), names["json_object"])
     if given.choice is not None:
         choices = [given.choice] if isinstance(given.choice, str) else given.choice
-        return Constraint(grammars.words(choices), names["choice"])
+        return Constraint(of_words(choices), names["choice"])
     return None
-
-
-def _schema(given: JsonSchema | str, path: str) -> Any:
-    """A JSON schema, or the text of one."""
-    if not isinstance(given, str):
-        return given
-    try:
-        return json.loads(given)
-    except (ValueError, RecursionError):
-        raise wrong(path, "a JSON schema", given) from None
-
-
-def lark_of(text: str, param: str) -> str:
-    """A grammar in Lark, or in GBNF (told by `::=`), within one of ours: its rules may have any names. Raises
-    `ApiError`.
-    """
-    if "::=" in text:
-        from llguidance.gbnf_to_lark import any_to_lark
-
-        try:
-            text = any_to_lark(text)
-        except Exception as error:  # the converter raises bare Exception
-            raise ApiError(f"{param} is no GBNF grammar: {str(error)[:300]}", param=param) from None
-    return f"start: %lark {{\n{text}\n}}"
 
 
 def thinking_of(body: ThinkingFields) -> tuple[bool | None, dict[str, Any]]:

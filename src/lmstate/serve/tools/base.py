@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lmstate.serve.tools.closed_schema import masked
 from lmstate.serve.tools.events import CallArguments, CallStart, Text, Tool
 from lmstate.serve.tools.reader import Parse, Reader
-from lmstate.serve.tools.schema_types import BOUNDS, is_text, is_too_large, value_of
-
-LOOKAROUND = re.compile(r"\(\?<?[=!]")
+from lmstate.text.grammars.lark import json_term
+from lmstate.text.grammars.schema_types import is_text, value_of
 
 Literal = Callable[[str], str]  # a marker as a term of a Lark grammar: a special token, or a string
 
@@ -75,42 +72,14 @@ class Rules:
     text: str = ""
 
 
-def quoted(text: str) -> str:
-    """A string as a term of Lark."""
-    return json.dumps(text, ensure_ascii=False)
-
-
 def choice(name: str, tools: Sequence[Tool], term: Callable[[Tool], str]) -> str:
     """A rule that is one alternative a tool."""
     return f"{name}: " + " | ".join(term(tool) for tool in tools)
 
 
-def json_term(schema: Any, strict: bool) -> str:
-    """JSON that fits a schema, as a term of Lark; unless `strict`, as far as it can be followed."""
-    return "%json " + json.dumps(masked(schema if strict else _followed(schema), lenient=not strict))
-
-
 def arguments_term(tool: Tool) -> str:
     """The arguments of a tool's call, as a term of Lark."""
     return json_term(tool.schema, tool.strict)
-
-
-def _followed(schema: Any) -> Any:
-    """A schema without what the mask cannot follow: lookarounds, and bounds that float64 may not hold."""
-    if isinstance(schema, list):
-        return [_followed(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    kept = {}
-    for key, value in schema.items():
-        if key in BOUNDS and is_too_large(value):
-            continue
-        if key == "pattern" and isinstance(value, str) and LOOKAROUND.search(value):
-            continue
-        if key == "patternProperties" and isinstance(value, dict):
-            value = {pattern: one for pattern, one in value.items() if not LOOKAROUND.search(pattern)}
-        kept[key] = _followed(value)
-    return kept
 
 
 def call_object(reader: Reader, arguments_keys: Sequence[str] = ("arguments", "parameters")) -> Parse[bool]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lmstate.serve.tools.base import Literal, Rules, ToolFormat, arguments_term, call_object, choice, quoted
+from lmstate.serve.tools.base import Literal, Rules, ToolFormat, arguments_term, call_object, choice
 from lmstate.serve.tools.events import Text, Tool
 from lmstate.serve.tools.reader import Parse, Reader, overlap
+from lmstate.text.grammars.lark import quoted
 
 
 @dataclass(frozen=True)

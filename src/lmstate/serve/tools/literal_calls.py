@@ -13,12 +13,12 @@ from lmstate.serve.tools.base import (
     as_json,
     call_object,
     choice,
-    quoted,
     tool_named,
 )
 from lmstate.serve.tools.events import CallStart, Text, Tool
 from lmstate.serve.tools.notation import Notation, argument_rules, parts, value
 from lmstate.serve.tools.reader import Parse, Reader
+from lmstate.text.grammars.lark import quoted
 
 PYTHON = Notation(('"', "'"), True, ("True", "False", "None"), ", ", ": ", sorted=False)
 

@@ -8,9 +8,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lmstate.serve.tools.base import Literal, Rules, ToolFormat, arguments, arguments_term, call_object, choice, quoted
+from lmstate.serve.tools.base import Literal, Rules, ToolFormat, arguments, arguments_term, call_object, choice
 from lmstate.serve.tools.events import CallStart, Reasoning, Text, Tool
 from lmstate.serve.tools.reader import Parse, Reader
+from lmstate.text.grammars.lark import quoted
 
 FENCE = "\n```json\n"
 

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmstate.serve.tools.base import Literal, json_term, quoted
+from lmstate.serve.tools.base import Literal
 from lmstate.serve.tools.events import CallArguments, Tool
 from lmstate.serve.tools.reader import Parse, Reader
-from lmstate.serve.tools.schema_types import TYPES, target, types_of
+from lmstate.text.grammars.lark import json_term, quoted
+from lmstate.text.grammars.schema_types import TYPES, target, types_of
 
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 NUMBER_TERM, INTEGER_TERM = r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/", "/-?(0|[1-9][0-9]*)/"

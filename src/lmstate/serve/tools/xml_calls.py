@@ -13,14 +13,13 @@ from lmstate.serve.tools.base import (
     Rules,
     ToolFormat,
     choice,
-    json_term,
-    quoted,
     stream_value,
     tool_named,
 )
 from lmstate.serve.tools.events import CallStart, Text, Tool
 from lmstate.serve.tools.reader import Parse, Reader
-from lmstate.serve.tools.schema_types import TYPES, types_of
+from lmstate.text.grammars.lark import json_term, quoted
+from lmstate.text.grammars.schema_types import TYPES, types_of
 
 
 @dataclass(frozen=True)

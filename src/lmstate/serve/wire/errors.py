@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from lmstate.errors import CapacityError, ModelError, StateError
+from lmstate.errors import CapacityError, GrammarError, ModelError, StateError
 from lmstate.serve.wire.tenants import caller
 
 # Status -> the `type` of the error object, in OpenAI's and in Anthropic's words.
@@ -97,6 +97,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(str(error), 409, code="session_busy")
     if isinstance(error, CapacityError):
         return ApiError(str(error), 400, code="context_length_exceeded")
+    if isinstance(error, GrammarError):
+        return ApiError(str(error), param=error.param, code="unsupported_grammar")
     if isinstance(error, StateError | ModelError):
         return ApiError(str(error), 400)
     if _disk_is_full(error) or _disk_is_full(error.__cause__):

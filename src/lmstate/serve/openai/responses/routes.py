@@ -19,7 +19,7 @@ from lmstate.serve.answer.answers import AnsweredCall, Passage, usage_details
 from lmstate.serve.answer.handlers import idempotency_key, json_response, log
 from lmstate.serve.answer.messages import Chat, Message
 from lmstate.serve.answer.sampling import sampling_params, stops
-from lmstate.serve.answer.service import ChatTask, Constraint, Service, ToolUse
+from lmstate.serve.answer.service import ChatTask, Service, ToolUse
 from lmstate.serve.openai import fields
 from lmstate.serve.openai.chat import event_stream
 from lmstate.serve.openai.responses import items
@@ -39,6 +39,7 @@ from lmstate.serve.wire.ids import new_id
 from lmstate.serve.wire.owned_records import STORE_ERRORS
 from lmstate.serve.wire.schema.responses import ResponseBody, TextOptions
 from lmstate.serve.wire.sse import EventStream, comment
+from lmstate.text.grammars.constraint import Constraint
 from lmstate.text.replay import Sampled
 
 if TYPE_CHECKING:
@@ -361,7 +362,7 @@ async def prepare(service: Service, kept: KeptResponses, body: ResponseBody) -> 
         variables.setdefault("reasoning_effort", effort)
         thinking = False if effort in fields.UNTHINKING and thinking is None else thinking
     format = body.response_format if body.text is None else body.text.format
-    constraint = fields.read_constraint(body, format, service.grammars, "text.format")
+    constraint = fields.read_constraint(body, format, "text.format")
     system = [Message("system", body.instructions)] if body.instructions is not None else []
     before = [] if previous is None else list(previous.messages)
     if conversation is not None and previous is None:

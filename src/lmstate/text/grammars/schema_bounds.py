@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from lmstate.serve.tools.schema_types import BOUNDS, is_too_large, target
-from lmstate.serve.wire.errors import ApiError
+from lmstate.errors import GrammarError
+from lmstate.text.grammars.schema_types import BOUNDS, is_too_large, target
 
 MAX_SCHEMA_DEPTH = 60
 MAX_ALTERNATIVES = 4096  # of a schema as one list of alternatives: `allOf` multiplies what `anyOf` adds
@@ -16,47 +16,44 @@ QUANTIFIER = re.compile(r"\{(\d{0,9})(,?)(\d{0,9})\}")
 
 
 def check_schema(schema: Any, param: str, strict: bool = True) -> None:
-    """A JSON schema of reasonable size, whose integers a mask can follow. Raises `ApiError`.
+    """A JSON schema of reasonable size, whose integers a mask can follow. Raises `GrammarError`.
 
     strict: bounds of numbers are followed too; else those that cannot be are left out of the mask.
     """
     if not isinstance(schema, dict | bool):
-        raise ApiError(f"{param} must be a JSON schema, an object", param=param)
+        raise GrammarError(f"{param} must be a JSON schema, an object", param)
     level: list[Any] = [schema]
     for _ in range(MAX_SCHEMA_DEPTH):
         level = [child for parent in level for child in _children(parent)]
         if not level:
             break
     else:
-        raise ApiError(f"{param} is a schema nested more than {MAX_SCHEMA_DEPTH} deep", param=param)
+        raise GrammarError(f"{param} is a schema nested more than {MAX_SCHEMA_DEPTH} deep", param)
     counter = _Alternatives(schema)
     for part in _nodes(schema):
         if counter.of(part) > MAX_ALTERNATIVES:
-            raise ApiError(
+            raise GrammarError(
                 f"{param} has a schema of more than {MAX_ALTERNATIVES} alternatives, with those of allOf multiplied: "
                 "use fewer of them",
-                param=param,
-                code="unsupported_grammar",
+                param,
             )
         for pattern in _patterns(part):
             check_pattern(pattern, param)
         for word in ("const", "enum", *(BOUNDS if strict else ())):
             if word in part and (large := next(filter(is_too_large, _values(part[word])), None)) is not None:
-                raise ApiError(
+                raise GrammarError(
                     f"{param} has a schema with {word} {large}: integers beyond 2**53 cannot be told apart by the "
                     "mask; use a string, or a smaller number",
-                    param=param,
-                    code="unsupported_grammar",
+                    param,
                 )
 
 
 def check_pattern(pattern: str, param: str) -> None:
-    """A regular expression whose counts do not multiply to more than is compiled. Raises `ApiError`."""
+    """A regular expression whose counts do not multiply to more than is compiled. Raises `GrammarError`."""
     if repeats(pattern) > MAX_REPEATS:
-        raise ApiError(
+        raise GrammarError(
             f"{param} has a pattern of more than {MAX_REPEATS} characters with its counts multiplied: use smaller ones",
-            param=param,
-            code="unsupported_grammar",
+            param,
         )
 
 
