@@ -63,11 +63,11 @@ FLOORS: dict[str, list[set[str]]] = {
         {"blocks", "changes", "gradients", "inference_mode", "validate"},
         {"media"},
         {"step", "rows", "tree"},
-        {"layer_file"},
+        {"layer_file", "pending"},
         {"snapshot"},
         {"snapshot_folder"},
         {"layers"},
-        {"kv", "device", "memory", "rewind"},
+        {"drop", "kv", "device", "memory", "rewind"},
         {"state"},
     ],
 }

@@ -57,6 +57,11 @@ def over_most(case: str) -> list[lmstate.Model]:
     return placed(case, DEVICE, {DEVICE: len(pair(case)[1].blocks)})
 
 
+def over(model: lmstate.Model, devices: list[torch.device]) -> lmstate.Model:
+    """The model with each block on its device."""
+    return replace(model, network=spread(model.network, devices))
+
+
 def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     """Whether all bits are the same, NaN included."""
     return all(torch.equal(a.cpu().view(torch.int32), b.cpu().view(torch.int32)) for a, b in zip(found, expected))
@@ -119,7 +124,7 @@ def test_heads_draft_on_the_last_device() -> None:
     model = with_heads("deepseek_v3").ours
     with PretendedDevice():
         first, *_, last = devices = [*[DEVICE] * (len(model.blocks) - 1), MORE[0]]
-        one, two = spread(model, [first] * len(devices)), spread(model, devices)
+        one, two = over(model, [first] * len(devices)), over(model, devices)
         assert two.heads[0].norm.weight.device == last
         assert says(one) == says(two)
 
@@ -161,6 +166,6 @@ def test_a_source_is_read_by_blocks_on_several_devices() -> None:
 
     model = pair("bart")[1]
     with PretendedDevice():
-        one = spread(model, [DEVICE] * len(model.blocks))
-        several = spread(model, [DEVICE, *[MORE[0]] * (len(model.blocks) - 1)])
+        one = over(model, [DEVICE] * len(model.blocks))
+        several = over(model, [DEVICE, *[MORE[0]] * (len(model.blocks) - 1)])
         assert same([answers(several)], [answers(one)])

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from lmstate.errors import CapacityError, StateError
 from lmstate.ops.types.block_table import KVBlock
 from lmstate.state.blocks import held_by
 from lmstate.state.media import Spans
@@ -66,3 +67,25 @@ class Row(NamedTuple):
         del self.ids[self.length :]
         self.ids.extend(ids)
         return self._replace(length=self.length + len(ids))
+
+
+def check_room(
+    row: Row, index: int, count: int, capacity: int | None, max_positions: int | None, conditioned: bool
+) -> None:
+    """Raise `StateError` or `CapacityError` where a row cannot take `count` more tokens.
+
+    index: of the row. max_positions: how many the model has learned. conditioned: whether its tokens read a source.
+    """
+    if row.removed:
+        raise StateError(f"row {index} was given {count} tokens, and was removed: give it none")
+    if conditioned and row.source is None:
+        raise StateError(
+            f"row {index} was given {count} tokens and has no source; call state.condition({index}, source) first"
+        )
+    given = f"row {index} holds {row.length} tokens and was given {count} more"
+    if capacity is not None and row.length + count > capacity:
+        raise CapacityError(
+            f"{given}; the state was made with capacity={capacity}: rewind or drop tokens, or make a larger state"
+        )
+    if max_positions is not None and row.length + count > max_positions:
+        raise CapacityError(f"{given}; the model has learned {max_positions} positions and knows no others")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -14,36 +14,21 @@ from lmstate.errors import CapacityError, PendingError, RewindError, SnapshotErr
 from lmstate.ops.types.block_table import KVBlock
 from lmstate.state.changes import Changes
 from lmstate.state.device import DeviceResult, DeviceSteps
+from lmstate.state.drop import closed, refuses_drop
 from lmstate.state.gradients import CopiedGraphs
 from lmstate.state.inference_mode import ordinary_tensors
 from lmstate.state.layers.base import LayerState, Layout
 from lmstate.state.media import Media, MediaSpan, held_tensors, misplaced, refusal, within
 from lmstate.state.memory import Memory, memory_by_kind, nbytes_beside
+from lmstate.state.pending import Pending
 from lmstate.state.rewind import nearest_mark, rewind_layers
-from lmstate.state.rows import Mark, Row
+from lmstate.state.rows import Mark, Row, check_room
 from lmstate.state.snapshot import Snapshot, differences
 from lmstate.state.step import DeviceStep, Step, as_counts
 from lmstate.state.tree import PendingTree
 from lmstate.state.validate import token_ids, whole_number
 
 MARKS = 8  # checkpoints that a row keeps; the oldest goes first
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A step that was planned. It awaits its verdict once it is `ready`; one that never got so counts for nothing."""
-
-    step: Step
-    ids: list[list[int]]
-    logits: Tensor | None = None  # [R, T, V] of every token, [R, V] of the last ones, or [R, K, V] of the `kept` last
-    kept: Sequence[int] | None = None
-    refused: StateError | None = None  # why no verdict but `discard` can be given
-    ready: bool = False  # its forward is done
-
-    @property
-    def waits(self) -> bool:
-        """Whether nothing else can come before a verdict. A step of no tokens may be given one, and needs none."""
-        return self.ready and (any(self.step.counts) or self.refused is not None)
 
 
 class State:
@@ -341,7 +326,7 @@ class State:
         for index, (row, ids, n) in enumerate(zip(self._rows, pending.ids, accepted)):
             if n:
                 row = row.extended(ids[:n])
-                logits = self._logits_if_valid(row, _logits_at(pending, index, n))
+                logits = self._logits_if_valid(row, pending.logits_at(index, n))
                 row = row._replace(cached=row.cached + n, logits=logits)
             rows.append(row)
         self._apply(changes, rows, ends_step=True)
@@ -614,20 +599,11 @@ class State:
         if (why := self._refuses_drop(row, start, stop)) is not None:
             raise UnsupportedError(f"a span of row {row} cannot be dropped: {why}. Rewind, or feed the shorter text")
         first, last = min(start, own.cached), min(stop, own.cached)
-        changes, tokens = Changes(), own.tokens
+        changes = Changes()
         if first < last:
             for layer in self.layers:
                 layer.drop(row, own.cached, first, last, changes)
-        del tokens[start:stop]
-        marks = tuple(mark for mark in own.marks if mark.at <= start)
-        media = tuple(
-            span if span.end <= start else MediaSpan(span.at - (stop - start), span.media)
-            for span in own.media
-            if not start <= span.at < stop
-        )
-        closed = Row.of(tokens, own.cached - (last - first), own.frequency_key, own.logits)
-        closed = closed._replace(marks=marks, source=own.source, media=media)
-        self._apply(changes, self._with(row, closed))
+        self._apply(changes, self._with(row, closed(own, start, stop, last - first)))
 
     def can_drop(self, row: int, start: int, stop: int) -> bool:
         """Whether `drop(row, start, stop)` is possible: in all layers, or in none of them.
@@ -704,29 +680,8 @@ class State:
         return row, start, stop, own
 
     def _refuses_drop(self, row: int, start: int, stop: int) -> str | None:
-        """Reason that a span of the row cannot be dropped exactly; None if it can."""
-        for span in self._rows[row].media:
-            if span.media.positions is not None:
-                return "its pictures have positions of several axes, and layers move keys along one"
-            if span.at < start < span.end or span.at < stop < span.end:
-                return f"it would cut the picture at {span.at} to {span.end}"
-        if self.layout.max_positions is not None:
-            return (
-                "the model has learned each position by itself, and what it made of the later tokens is of the "
-                "positions where they were"
-            )
-        own = self._rows[row]
-        if own.cached and own.frequency_key != self._frequency_key(0):
-            return (
-                "its keys are rotated for a text that has outgrown the model's rope, and layers move them as in a "
-                "short one"
-            )
-        refusals = [
-            f"layer {index} ({layer.kind}): {why}"
-            for index, layer in enumerate(self.layers)
-            if (why := layer.refuses_drop(row)) is not None
-        ]
-        return "; ".join([*refusals[:3], *(["..."] if len(refusals) > 3 else [])]) or None
+        own, short_key = self._rows[row], self._frequency_key(0)
+        return refuses_drop(self.layers, self.layout, row, own, start, stop, short_key)
 
     def _computable(self, row: int, own: Row, to: int) -> int:
         """The last position before `to` to which a rewind needs no embeddings that were let go."""
@@ -769,23 +724,9 @@ class State:
             self.discard()
 
     def _check_capacity(self, counts: Sequence[int]) -> None:
-        capacity, max_positions = self.layout.capacity, self.layout.max_positions
         for index, (row, count) in enumerate(zip(self._rows, counts)):
-            if row.removed and count:
-                raise StateError(f"row {index} was given {count} tokens, and was removed: give it none")
-            if count and self.conditioned and row.source is None:
-                raise StateError(
-                    f"row {index} was given {count} tokens and has no source; call state.condition({index}, source) "
-                    "first"
-                )
-            given = f"row {index} holds {row.length} tokens and was given {count} more"
-            if capacity is not None and row.length + count > capacity:
-                raise CapacityError(
-                    f"{given}; the state was made with capacity={capacity}: rewind or drop tokens, or make a larger "
-                    "state"
-                )
-            if max_positions is not None and row.length + count > max_positions:
-                raise CapacityError(f"{given}; the model has learned {max_positions} positions and knows no others")
+            if count:
+                check_room(row, index, count, self.layout.capacity, self.layout.max_positions, self.conditioned)
 
     def _rope_lengths(self, counts: Sequence[int]) -> tuple[int, ...]:
         return tuple(max(row.length + count, row.expected) for row, count in zip(self._rows, counts))
@@ -880,14 +821,3 @@ def _without_embeddings(row: Row, stop: int) -> str | None:
         if span.media.embeddings is None:
             return f"the embeddings of the picture at {span.at} to {span.end} were let go: place it there again first"
     return None
-
-
-def _logits_at(pending: Pending, row: int, accepted: int) -> Tensor | None:
-    """The logits after a row's last accepted token, if the forward computed them."""
-    logits, count = pending.logits, pending.step.counts[row]
-    if logits is None:
-        return None
-    if logits.ndim == 2:
-        return logits[row] if accepted == count else None
-    first = 0 if pending.kept is None else count - pending.kept[row]
-    return logits[row, accepted - 1 - first] if accepted > first else None
