@@ -18,6 +18,7 @@ import pytest
 
 from lmstate.cluster.moving import MovingRequest
 from lmstate.engine import Engine
+from lmstate.engine.results import ReplicaStatus
 from tests.cluster.test_front import check
 from tests.serve.running import load_tiny, save_tiny
 from tests.waiting import wait_until
@@ -49,14 +50,14 @@ def alone(folder: Path) -> Iterator[Engine]:
 
 
 def whole(cluster: Any) -> bool:
-    return sum(one["takes"] for one in cluster.status()) == 2
+    return sum(one.takes for one in cluster.status()) == 2
 
 
-def home(cluster: Any) -> dict[str, Any]:
+def home(cluster: Any) -> ReplicaStatus:
     """The replica that answers."""
 
-    def found() -> list[dict[str, Any]]:
-        return [one for one in cluster.status() if one["answering"]]
+    def found() -> list[ReplicaStatus]:
+        return [one for one in cluster.status() if one.load.answering]
 
     wait_until(lambda: bool(found()))
     return found()[0]
@@ -80,13 +81,13 @@ def test_an_answer_outlives_a_process_that_is_killed(cluster: Any, alone: Engine
     for _ in range(20):
         next(pieces)
     killed = home(cluster)
-    os.kill(killed["pid"], signal.SIGKILL)
+    os.kill(killed.pid, signal.SIGKILL)
     check(answer, alone.submit(list(range(1, 60)), **LONG))
     assert isinstance(answer, MovingRequest) and answer.moves == 1
     session = cluster.front.session("one")
     assert session.send([9], max_new_tokens=4, ignore_eos=True).result(120).stored
     wait_until(lambda: whole(cluster))
-    assert killed["id"] not in [one["id"] for one in cluster.status()]
+    assert killed.id not in [one.id for one in cluster.status()]
 
 
 def test_an_answer_outlives_a_replica_that_is_drained(cluster: Any, alone: Engine) -> None:
@@ -94,12 +95,12 @@ def test_an_answer_outlives_a_replica_that_is_drained(cluster: Any, alone: Engin
     answer = cluster.front.submit(list(range(100, 160)), **LONG)
     next(iter(answer))
     drained = home(cluster)
-    draining = Thread(target=cluster.drain, args=(drained["rank"],))
+    draining = Thread(target=cluster.drain, args=(drained.rank,))
     draining.start()
     check(answer, alone.submit(list(range(100, 160)), **LONG))
     assert answer.moves == 1
     draining.join(120)
-    wait_until(lambda: whole(cluster) and drained["id"] not in [one["id"] for one in cluster.status()])
+    wait_until(lambda: whole(cluster) and drained.id not in [one.id for one in cluster.status()])
 
 
 def test_nothing_is_left_of_a_server_that_is_stopped_before_ray_runs(folder: Path, tmp_path: Path) -> None:

@@ -57,10 +57,10 @@ def test_the_page_names_every_route() -> None:
     for line in commands():
         path = re.search(r"\$BASE(\S+)", line)
         assert path is not None
-        written.add(re.sub(r"(sessions|models)/[^/]+", r"\1/X", path[1]))
+        written.add(re.sub(r"(sessions|models)/[^/]+", r"\1/X", path[1].partition("?")[0].rstrip('"')))
     by_id = {path for path in named if path.startswith(("/v1/responses/X", "/v1/conversations/X"))}
-    assert named - written - by_id == {"/v1/sessions/X/save"}  # needs a folder
-    for said in ("POST .../save", "`/cancel`", "`/input_items`", "with its `/items`"):
+    assert named - written - by_id == {"/v1/sessions/X/save", "/v1/replicas/drain"}  # need a folder, and replicas
+    for said in ("POST .../save", "`/v1/replicas/drain`", "`/cancel`", "`/input_items`", "with its `/items`"):
         assert said in PAGE
 
 

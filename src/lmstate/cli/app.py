@@ -11,7 +11,21 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from lmstate.cli import bench, cache, demo, doctor, finetune, generate, inspect, local, models, perplexity, serve, trace
+from lmstate.cli import (
+    bench,
+    cache,
+    cluster,
+    demo,
+    doctor,
+    finetune,
+    generate,
+    inspect,
+    local,
+    models,
+    perplexity,
+    serve,
+    trace,
+)
 from lmstate.cli.chat import command as chat
 from lmstate.cli.output import DEBUG, one_line
 
@@ -106,3 +120,4 @@ app.command("show")(inspect.inspect)
 app.command("ps")(local.ps)
 app.command("rm")(local.rm)
 app.add_typer(cache.cache, name="cache")
+app.add_typer(cluster.cluster, name="cluster")

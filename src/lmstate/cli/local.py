@@ -145,28 +145,42 @@ def ps(url: Url = "http://127.0.0.1:8080") -> None:
     """
     rows = [
         (str(each["name"]), size(each["size"]), str(each["context_length"] or "any"), each["expires_at"])
-        for each in _asked(url.rstrip("/") + "/api/ps").get("models", ())
+        for each in asked(url.rstrip("/") + "/api/ps").get("models", ())
     ]
     table(f"Models in memory at {url}", ("name", "size", "context", "until"), rows)
 
 
-def _asked(url: str) -> dict[str, Any]:
-    """The JSON object that a server answers with."""
+def asked(url: str, body: dict[str, Any] | None = None, wait: float = 0.0) -> dict[str, Any]:
+    """The JSON object that a server answers with, to a GET, or to a POST of a body.
+
+    `wait`: seconds that it may take beside the usual ones. Raises ConnectionError.
+    """
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"--url {url!r} names no server; give http://HOST:PORT")
     key = os.environ.get("LMSTATE_API_KEY", "").strip()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
+    data = None if body is None else json.dumps(body).encode()
+    if data is not None:
+        headers["Content-Type"] = "application/json"
     try:
-        with urlopen(Request(url, headers=headers), timeout=ANSWER_SECONDS) as answer:
+        with urlopen(Request(url, data, headers), timeout=ANSWER_SECONDS + wait) as answer:
             told = json.loads(answer.read())
     except HTTPError as error:
-        raise ConnectionError(f"the server at {url} answered {error.code} {error.reason}") from None
+        raise ConnectionError(f"the server at {url} answered {error.code}: {_reason(error)}") from None
     except (URLError, TimeoutError) as error:
         reason = error.reason if isinstance(error, URLError) else error
         raise ConnectionError(f"no server answers at {url}: {reason}; start one with `lmstate serve`") from None
     if not isinstance(told, dict):
         raise ConnectionError(f"the server at {url} answered no JSON object")
     return told
+
+
+def _reason(error: HTTPError) -> str:
+    """The message of an error as the server words it, else the words of HTTP."""
+    try:
+        return str(json.loads(error.read())["error"]["message"])
+    except (ValueError, KeyError, TypeError, OSError):
+        return str(error.reason)
 
 
 def run(

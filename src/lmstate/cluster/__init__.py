@@ -10,13 +10,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lmstate.cluster.application import app
     from lmstate.cluster.cluster import Cluster
     from lmstate.cluster.on_ray import deploy
 
-__all__ = ["Cluster", "deploy"]
+__all__ = ["Cluster", "app", "deploy"]
 
 # Placement needs no engine: the rest is imported when it is first asked for.
-_LAZY = {"Cluster": "lmstate.cluster.cluster", "deploy": "lmstate.cluster.on_ray"}
+_LAZY = {
+    "Cluster": "lmstate.cluster.cluster",
+    "app": "lmstate.cluster.application",
+    "deploy": "lmstate.cluster.on_ray",
+}
 
 
 def __getattr__(name: str) -> object:

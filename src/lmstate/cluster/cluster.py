@@ -8,14 +8,13 @@ from queue import Empty, Queue
 from threading import Event, Thread
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from lmstate.cluster.remote import CallLoop, Channel, RemoteReplica, watch
 from lmstate.cluster.serving import ServingFront
 
 if TYPE_CHECKING:
+    from lmstate.engine.results import ReplicaStatus
     from lmstate.serve import Settings
     from lmstate.text.tokenizer import Tokenizer
 
@@ -32,9 +31,11 @@ class Cluster:
         store: str | None,
         *,
         seconds: float | None = None,
+        least: int | None = None,
     ) -> None:
-        """Wait until all replicas answer, at most `seconds` (default: 10 minutes). Raises TimeoutError."""
+        """Wait until `least` replicas answer (default: all), at most `seconds` (10 minutes). Raises TimeoutError."""
         seconds = START if seconds is None else seconds
+        wanted = len(channels) if least is None else least
         self._http: FrontServer | None = None
         self._loop = CallLoop()
         try:
@@ -43,11 +44,11 @@ class Cluster:
             for channel in channels:
                 self._loop.begin(watch(channel, self._loop, lambda replica: self._add(replica)))
             until, replicas = monotonic() + seconds, list[RemoteReplica]()
-            while len(replicas) < len(channels):
+            while len(replicas) < wanted:
                 try:
                     replicas.append(found.get(timeout=max(0.0, until - monotonic())))
                 except Empty:
-                    told = f"{len(replicas)} of {len(channels)} replicas answered within {seconds:.0f} seconds"
+                    told = f"{len(replicas)} of {wanted} replicas answered within {seconds:.0f} seconds"
                     raise TimeoutError(f"{told}; Ray's logs say why") from None
             self.front = ServingFront(replicas, tokenizer, store, loop=self._loop)
             self._add = self.front.add
@@ -72,28 +73,16 @@ class Cluster:
         self._http = FrontServer(self.front, settings)
         return self._http.url
 
-    def status(self) -> list[dict[str, Any]]:
-        """Each replica's rank, id and process, its load, and whether it takes requests."""
-        return [
-            {
-                "rank": replica.rank,
-                "id": replica.id,
-                "pid": replica.facts.pid,
-                "takes": replica.takes,
-                **msgspec.to_builtins(replica.load()),
-            }
-            for replica in sorted(self.front.remote(), key=lambda replica: replica.rank)
-        ]
+    def status(self) -> list[ReplicaStatus]:
+        """The replicas: rank, id and process, whether they take requests, sessions, hit rate and load."""
+        return self.front.replica_statuses()
 
     def drain(self, rank: int, seconds: float = 0.0) -> bool:
         """Have the replica of a rank end its answers within `seconds`, or go on elsewhere; Ray replaces it then.
 
         Returns whether the store took all that was computed. Raises ValueError for a rank that is not there.
         """
-        replicas = {replica.rank: replica for replica in self.front.replicas}
-        if rank not in replicas:
-            raise ValueError(f"there is no replica of rank {rank}; expected one of {sorted(replicas)}")
-        return self.front.drain_replica(replicas[rank].id, seconds)
+        return self.front.drain_rank(rank, seconds)
 
     def close(self) -> None:
         """Close the HTTP server, if there is one, and the front. Harmless if it was closed."""

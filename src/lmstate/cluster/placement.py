@@ -5,7 +5,7 @@ Deterministic: no clock, no random numbers, and nothing but the standard library
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -141,6 +141,14 @@ class Placement:
         """Note that a request has its first token. `seconds`: from `sent`."""
         if (known := self._known.get(id)) is not None and known.requests:
             known.pending, known.requests = max(0.0, known.pending - seconds), known.requests - 1
+
+    def home(self, key: RouteKey) -> str | None:
+        """The replica that a named state was last at."""
+        return None if (home := self._homes.get(key.name)) is None else home.id
+
+    def states(self) -> Counter[str]:
+        """Number of named states by the replica that they were last at."""
+        return Counter(home.id for home in list(self._homes.values()))
 
     # ---- the parts of it
 

@@ -128,6 +128,11 @@ class RemoteReplica:
         return self._view.unstored
 
     @property
+    def hit_rate(self) -> float | None:
+        """Part of the tokens of its prompts that it reused."""
+        return self._view.hit_rate
+
+    @property
     def lost(self) -> bool:
         return self._lost is not None
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from lmstate.cluster.scaling import OCCUPIED, WAITING
 from lmstate.cluster.served import ServedEngine
 from lmstate.engine.engine import Engine
 
@@ -83,6 +84,12 @@ class EngineReplica(ServedEngine):
 
     def __init__(self, rank: int, spec: bytes) -> None:
         super().__init__(msgspec.json.decode(spec, type=ReplicaSpec).engine(), rank)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """The numbers that `scaling` decides by, which Ray asks for."""
+        load = self.engine.load()
+        rows = load.waiting + load.reading + load.answering
+        return {WAITING: load.first_token or 0.0, OCCUPIED: min(1.0, rows / self.engine.rows)}
 
     def __del__(self) -> None:
         if (engine := self.__dict__.get("engine")) is not None:  # loading it may have failed

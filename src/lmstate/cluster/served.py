@@ -27,7 +27,7 @@ from lmstate.cluster.wire import (
 )
 from lmstate.engine.engine import Engine
 from lmstate.engine.request import Request
-from lmstate.engine.results import Completion, Piece
+from lmstate.engine.results import Completion, Piece, hit_rate
 from lmstate.generation.grammar import Grammar
 
 STALLED = 60.0  # seconds without a token, while there is work, after which an engine is taken for dead
@@ -82,7 +82,8 @@ class ServedEngine:
 
     async def view(self, told: bytes) -> bytes:
         """`WireView`."""
-        return pack(WireView(self.id, self.engine.load(), self._takes, self.engine.unstored))
+        engine = self.engine
+        return pack(WireView(self.id, engine.load(), self._takes, engine.unstored, hit_rate(engine.stats())))
 
     async def answer(self, told: bytes) -> AsyncIterator[bytes]:
         """`WireNews` of a `WireWork`, to the one with the outcome. Closing it cancels the request."""

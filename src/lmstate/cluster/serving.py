@@ -22,7 +22,7 @@ from lmstate.engine.conversations import Conversations
 from lmstate.engine.options import check_length, prompt_ids
 from lmstate.engine.prefix.picture import Prefix
 from lmstate.engine.request import Request
-from lmstate.engine.results import EngineClosed, Reuse
+from lmstate.engine.results import EngineClosed, ReplicaStatus, Reuse
 from lmstate.engine.session import Record, Session, check_name
 from lmstate.engine.tiers import RecordStore, open_tier
 from lmstate.engine.tiers.fetch import PatientRecords
@@ -274,6 +274,34 @@ class ServingFront(Front):
                 except ReplicaLost as error:
                     lost = error
         raise lost or EngineClosed("no replica answers now")
+
+    def replica_statuses(self) -> list[ReplicaStatus]:
+        """The replicas that are not lost, by rank."""
+        with self._lock:
+            states = self._placement.states()
+        found = []
+        for one in sorted(self.remote(), key=lambda replica: replica.rank):
+            takes = one.takes and one.id not in self._draining
+            found.append(
+                ReplicaStatus(one.rank, one.id, one.facts.pid, takes, states[one.id], one.hit_rate, one.load())
+            )
+        return found
+
+    def session_rank(self, name: str, salt: str = "") -> int | None:
+        """The rank of the replica that a session was last sent to by this front."""
+        with self._lock:
+            id = self._placement.home(route_key([], session=name, tenant=salt))
+        return next((replica.rank for replica in self.replicas if replica.id == id), None)
+
+    def drain_rank(self, rank: int, seconds: float = 0.0) -> bool:
+        """Have the replica of a rank end its answers within `seconds`, or go on elsewhere; Ray replaces it then.
+
+        Returns whether the store took all that was computed. Raises ValueError for a rank that is not there.
+        """
+        replicas = {replica.rank: replica for replica in self.replicas}
+        if rank not in replicas:
+            raise ValueError(f"there is no replica of rank {rank}; expected one of {sorted(replicas)}")
+        return self.drain_replica(replicas[rank].id, seconds)
 
     def drain(self, seconds: float = 0.0) -> bool:
         """Take no more requests; those that run are told that the server ends."""

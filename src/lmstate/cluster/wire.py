@@ -112,6 +112,7 @@ class WireView(msgspec.Struct, frozen=True):
     load: Load
     takes: bool
     unstored: int
+    hit_rate: float | None
 
 
 class WireFacts(msgspec.Struct, frozen=True):

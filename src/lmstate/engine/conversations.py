@@ -51,6 +51,11 @@ class Conversations:
         self._unstored: set[Session] = set()  # whose last turn is not in the tier yet
         self._lock = Lock()
 
+    @property
+    def opened(self) -> int:
+        """Sessions that are in memory."""
+        return len(self._sessions)
+
     def find(self, name: str, engine: SessionHost, salt: str) -> Session | None:
         """The session of a name: one of this engine, else one that another process has left in the tier.
 

@@ -38,7 +38,7 @@ from lmstate.engine.pace import Pace
 from lmstate.engine.prefix.picture import Prefix, picture, prefixes, resident
 from lmstate.engine.queue import Queue
 from lmstate.engine.request import Request
-from lmstate.engine.results import Completion, EngineClosed, Load, Piece, Reuse, Usage
+from lmstate.engine.results import Completion, EngineClosed, Load, Piece, ReplicaStatus, Reuse, Usage, hit_rate
 from lmstate.engine.reuse import PrefixReuse
 from lmstate.engine.rows import RowPool
 from lmstate.engine.scheduler import Scheduler
@@ -517,6 +517,20 @@ class Engine:
             sleep(DRAIN_LOOK)
         self._called(lambda _: self._work.drain())
         return self._tier is None or self._tier.flush(FLUSH_SECONDS)
+
+    def replica_statuses(self) -> list[ReplicaStatus]:
+        """This engine as the only replica of a server."""
+        rate = hit_rate(self.stats())
+        takes = not (self._draining or self._closed)
+        return [ReplicaStatus(0, "", os.getpid(), takes, self._conversations.opened, rate, self.load())]
+
+    def session_rank(self, name: str, salt: str = "") -> int | None:
+        """0, the rank of the only replica, for a session that there is."""
+        return None if self.find_session(name, salt) is None else 0
+
+    def drain_rank(self, rank: int, seconds: float = 0.0) -> bool:
+        """Raises UnsupportedError: nothing would take its place."""
+        raise UnsupportedError("this server has one engine, which nothing would replace: stop the server instead")
 
     def load(self) -> Load:
         """The requests that it has, and the room for more. Cheap, and no step waits for it."""

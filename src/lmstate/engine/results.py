@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lmstate.generation.logprobs import TokenLogprob
@@ -51,6 +52,24 @@ class Load:
     unread: int  # tokens of prompts that are to be read yet, at most: of waiting ones it is not known what is reused
     free_tokens: int  # that rows have room for beside those that there are; what is kept for reuse gives way
     first_token: float | None  # estimated seconds until a prompt that comes now is begun; None: nothing was measured
+
+
+@dataclass(frozen=True)
+class ReplicaStatus:
+    """An engine of a server, as it is now."""
+
+    rank: int
+    id: str  # of its process: another one after a restart
+    pid: int
+    takes: bool  # requests
+    sessions: int  # that were last answered there, as far as is known
+    hit_rate: float | None  # part of the tokens of all prompts that was reused; None: there were none
+    load: Load
+
+
+def hit_rate(stats: Mapping[str, float]) -> float | None:
+    """The part of the tokens of all prompts that an engine with these counters reused; None without prompts."""
+    return stats["reused_tokens"] / stats["prompt_tokens"] if stats["prompt_tokens"] else None
 
 
 class Piece(str):

@@ -16,7 +16,7 @@ from lmstate.language_model import DescribedModel
 if TYPE_CHECKING:
     from lmstate.engine.prefix.picture import Prefix
     from lmstate.engine.request import Request
-    from lmstate.engine.results import Load, Reuse
+    from lmstate.engine.results import Load, ReplicaStatus, Reuse
     from lmstate.engine.session import Record, Session
     from lmstate.engine.tiers import RecordStore
     from lmstate.generation.params import SamplingParams
@@ -122,6 +122,20 @@ class ServingEngine(SessionHost, Protocol):
     def load(self) -> Load: ...
 
     def stats(self) -> dict[str, float]: ...
+
+    def replica_statuses(self) -> list[ReplicaStatus]: ...
+
+    def session_rank(self, name: str, salt: str = "") -> int | None:
+        """The rank of the replica that a session was last answered by, as far as is known."""
+        ...
+
+    def drain_rank(self, rank: int, seconds: float = 0.0) -> bool:
+        """Have a replica end its answers within `seconds`, or hand them on; another one takes its place.
+
+        Returns whether the store took all that was computed. Raises ValueError for an unknown rank, UnsupportedError
+        where there is one replica that is not replaced.
+        """
+        ...
 
     def drain(self, seconds: float = 0.0) -> bool: ...
 

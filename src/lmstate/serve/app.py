@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from lmstate.serve import anthropic, sessions
+from lmstate.serve import anthropic, replicas, sessions
 from lmstate.serve.answer.endpoint import endpoint
 from lmstate.serve.answer.handlers import error_response, json_response
 from lmstate.serve.answer.paths import Path
@@ -51,7 +51,7 @@ from lmstate.serve.wire.schema.ollama import (
     OllamaShowBody,
 )
 from lmstate.serve.wire.schema.responses import ConversationBody, ItemsBody, MetadataBody, ResponseBody
-from lmstate.serve.wire.schema.sessions import RewindBody, SendBody, SessionBody
+from lmstate.serve.wire.schema.sessions import DrainBody, RewindBody, SendBody, SessionBody
 
 if TYPE_CHECKING:
     from lmstate.engine.serving import ServingEngine
@@ -171,6 +171,14 @@ PATHS = (
     Path("POST", "/v1/sessions/{name}/save", sessions.save, summary="Save into the server's folder"),
     Path("GET", "/v1/sessions/{name}/snapshot", sessions.download, summary="A session and its state as a file"),
     Path("PUT", "/v1/sessions/{name}/snapshot", sessions.upload, summary="A session from such a file"),
+    Path("GET", "/v1/replicas", replicas.list_replicas, summary="The engines behind the server"),
+    Path(
+        "POST",
+        "/v1/replicas/drain",
+        replicas.drain,
+        summary="End the answers of a replica, or hand them on",
+        body=DrainBody,
+    ),
     Path("GET", "/v1/cache/tree", sessions.tree, summary="The prefixes that are kept"),
     Path(
         "POST",

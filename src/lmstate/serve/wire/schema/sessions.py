@@ -23,6 +23,14 @@ class RewindBody(Struct, kw_only=True):
     to: Whole
 
 
+class DrainBody(Struct, kw_only=True):
+    """`/v1/replicas/drain`: the rank of a replica, and the seconds that its answers may take."""
+
+    rank: Whole
+    seconds: Annotated[float, Meta(ge=0, le=600)] = 0.0
+    model: str | None = None
+
+
 class SendBody(Generating, kw_only=True):
     """`/v1/sessions/{name}/send`: one of text, messages and tokens."""
 

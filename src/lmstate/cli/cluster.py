@@ -1,0 +1,179 @@
+"""`lmstate cluster`: replicas of a model on a Ray cluster, and the replicas of a server that runs."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from lmstate.cli import options
+from lmstate.cli.local import Url, asked
+from lmstate.cli.output import note, table
+
+if TYPE_CHECKING:
+    from lmstate.cluster.application import AppSpec
+
+SERVER = "http://127.0.0.1:8080"
+COLUMNS = ("rank", "process", "takes", "waiting", "reading", "answering", "sessions", "hit rate", "seconds to wait")
+
+cluster = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Run replicas of a model on Ray, and look after them."
+)
+
+Store = Annotated[
+    str | None, typer.Option("--store", metavar="URL", help="A store that all replicas share; none: no sessions.")
+]
+Replicas = Annotated[int, typer.Option("--replicas", min=1, help="Engines, in processes of their own.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="Other options of the engines: weights, rows, memory, threads, kv_bits, ..."
+    ),
+]
+
+
+@cluster.command("status")
+def status(
+    url: Url = SERVER,
+    session: Annotated[str | None, typer.Option("--session", help="Where this session was answered last.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Show the replicas of a server: their work, their sessions, and how much of the prompts they reused.
+
+    \b
+    Examples:
+      lmstate cluster status
+      lmstate cluster status --url http://10.0.0.7:8000 --session notes
+    """
+    where = f"{url.rstrip('/')}/v1/replicas"
+    told = asked(where if session is None else f"{where}?session={quote(session, safe='')}")
+    if as_json:
+        print(json.dumps(told))
+        return
+    table(f"Replicas of {url}", COLUMNS, [row(replica) for replica in told.get("data", ())])
+    if session is not None:
+        rank = told["session"]["rank"]
+        print(f"session {session}: {'nowhere that this server knows' if rank is None else f'replica {rank}'}")
+
+
+def row(replica: dict[str, Any]) -> list[str]:
+    """The cells of a replica."""
+    rate, wait = replica["hit_rate"], replica["first_token"]
+    return [
+        str(replica["rank"]),
+        str(replica["pid"]),
+        "yes" if replica["takes"] else "no",
+        *(str(replica[name]) for name in ("waiting", "reading", "answering", "sessions")),
+        "-" if rate is None else f"{100 * rate:.0f} %",
+        "-" if wait is None else f"{wait:.1f}",
+    ]
+
+
+@cluster.command("drain")
+def drain(
+    rank: Annotated[str, typer.Argument(metavar="RANK|all", help="The replica, as `status` shows it.")],
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0, max=600, help="That its answers may go on; then they move.")
+    ] = 0.0,
+    url: Url = SERVER,
+) -> None:
+    """Have replicas end: their answers end or go on elsewhere, their sessions are stored, and Ray replaces them.
+
+    With `all`, one after the other, each once the one before it was replaced.
+
+    \b
+    Examples:
+      lmstate cluster drain 1 --seconds 30
+      lmstate cluster drain all
+    """
+    from lmstate.cluster.rolling import drain_all, drain_one
+
+    def ask(path: str, body: dict[str, Any] | None = None, wait: float = 0.0) -> dict[str, Any]:
+        return asked(f"{url.rstrip('/')}{path}", body, wait)
+
+    if rank != "all" and not rank.isdecimal():
+        raise typer.BadParameter(f"{rank!r} is no rank; give a number that `lmstate cluster status` shows, or all")
+    ranks = drain_all(ask, seconds) if rank == "all" else iter([drain_one(ask, int(rank), seconds)])
+    unstored = [drained for drained, stored in _told(ranks) if not stored]
+    if unstored:
+        raise RuntimeError(f"the store did not take all that replicas {unstored} had computed; sessions are complete")
+
+
+def _told(ranks: Any) -> Any:
+    for drained, stored in ranks:
+        note(f"replica {drained} was drained")
+        yield drained, stored
+
+
+@cluster.command("deploy")
+def deploy(
+    model: options.ModelName,
+    address: Annotated[
+        str, typer.Option("--cluster", metavar="ADDRESS", envvar="RAY_ADDRESS", help="The Ray cluster, HOST:PORT.")
+    ],
+    store: Store = None,
+    replicas: Replicas = 2,
+    host: Annotated[
+        str, typer.Option("--host", help="Where its nodes listen; others than loopback need an API key there.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 8000,
+    name: Annotated[str, typer.Option("--name", help="Of the application on Ray Serve.")] = "lmstate",
+    settings: Set = None,
+) -> None:
+    """Run replicas and their front on a Ray cluster, and leave them there. `lmstate serve --replicas` needs no cluster.
+
+    \b
+    Examples:
+      lmstate cluster deploy smollm2 --cluster 127.0.0.1:6379 --store redis://10.0.0.9 --replicas 4
+    """
+    from lmstate.cluster.ray_cluster import check_ray
+
+    spec = _spec(model, store, settings, replicas=replicas, host=host)
+    check_ray()
+    from lmstate.cluster.application import run_app
+
+    with options.usage():
+        spec.settings()
+        note(f"{model} is served at {run_app(spec, address, port, name)} by {replicas} replicas")
+
+
+@cluster.command("yaml")
+def yaml(
+    model: options.ModelName,
+    store: Store = None,
+    replicas: Replicas = 2,
+    max_replicas: Annotated[
+        int | None, typer.Option("--max-replicas", min=1, help="Scale up to so many when prompts wait.")
+    ] = None,
+    image: Annotated[str, typer.Option("--image", help="A container image with lmstate[ray].")] = "lmstate:latest",
+    name: Annotated[str, typer.Option("--name", help="Of the service.")] = "lmstate",
+    pod_memory: Annotated[str, typer.Option("--pod-memory", metavar="SIZE", help="Memory of a pod.")] = "16Gi",
+    settings: Set = None,
+) -> None:
+    """Write a RayService for KubeRay, with one engine a pod, and a network policy.
+
+    \b
+    Examples:
+      lmstate cluster yaml smollm2 --store redis://redis:6379 --max-replicas 8 > service.yaml
+    """
+    from lmstate.cluster.manifest import Pods, manifest
+
+    spec = _spec(model, store, settings, replicas=replicas, max_replicas=max_replicas, fronts=min(2, replicas))
+    with options.usage():
+        print(manifest(spec, Pods(name, image, pod_memory)), end="")
+
+
+def _spec(model: str, store: str | None, settings: list[str] | None, **more: Any) -> AppSpec:
+    """Raises `typer.BadParameter` for wrong options."""
+    from lmstate.cluster.application import AppSpec
+
+    given: dict[str, Any] = {}
+    for text in settings or ():
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise typer.BadParameter(f"--set is NAME=VALUE, as kv_bits=8; {text!r} was given")
+        given[name] = value
+    with options.usage():
+        return AppSpec.of({**given, "model": model, "store": store, **more})
