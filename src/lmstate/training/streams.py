@@ -38,7 +38,7 @@ from lmstate.state.kv.policies.per_layer import Policies, policies_of
 from lmstate.state.kv.policies.storage import Dense
 from lmstate.state.layers.base import Policy
 from lmstate.state.layers.latent import IndexedLatentState
-from lmstate.state.layers.recurrent import Carry
+from lmstate.state.layers.scans import Carry
 from lmstate.training.evicting import StreamEvicting, StreamEvictingLatents
 from lmstate.training.past import Past, attend_past, whole_text
 

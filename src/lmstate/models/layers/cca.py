@@ -14,7 +14,7 @@ from lmstate.ops import Norm, Residual
 from lmstate.ops.recurrent.causal_conv import causal_conv, tap_major
 from lmstate.ops.recurrent.grouped_conv import head_conv
 from lmstate.state import CompositeState, LayerState, Layout, RecurrentState, Step
-from lmstate.state.layers.recurrent import Carry
+from lmstate.state.layers.scans import Carry
 
 
 @dataclass(frozen=True, eq=False)

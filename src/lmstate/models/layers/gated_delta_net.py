@@ -15,7 +15,7 @@ from lmstate.ops.recurrent.causal_conv import tap_major
 from lmstate.ops.recurrent.gated_delta_mixer import gated_delta_mixer
 from lmstate.ops.types.mixers import GatedDeltaParams
 from lmstate.state import LayerState, Layout, RecurrentState, Step
-from lmstate.state.layers.recurrent import Carry
+from lmstate.state.layers.scans import Carry
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from lmstate import ops
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.ops.recurrent.linear_attention import linear_attention
 from lmstate.state import LayerState, Layout, RecurrentState, Step
-from lmstate.state.layers.recurrent import Carry
+from lmstate.state.layers.scans import Carry
 
 
 @dataclass(eq=False)

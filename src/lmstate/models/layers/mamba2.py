@@ -13,7 +13,7 @@ from lmstate.ops.recurrent.causal_conv import tap_major
 from lmstate.ops.recurrent.mamba2_mixer import mamba2_mixer
 from lmstate.ops.types.mixers import Mamba2Params
 from lmstate.state import LayerState, Layout, RecurrentState, Step
-from lmstate.state.layers.recurrent import Carry
+from lmstate.state.layers.scans import Carry
 
 
 @dataclass(frozen=True, eq=False)

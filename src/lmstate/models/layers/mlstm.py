@@ -11,7 +11,7 @@ from lmstate import ops
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.ops.recurrent.mlstm import mlstm
 from lmstate.state import LayerState, Layout, RecurrentState, Step
-from lmstate.state.layers.recurrent import Carry
+from lmstate.state.layers.scans import Carry
 
 
 @dataclass(frozen=True, eq=False)

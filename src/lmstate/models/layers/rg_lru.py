@@ -12,7 +12,7 @@ from lmstate.ops import Norm, Residual, Weight
 from lmstate.ops.recurrent.causal_conv import causal_conv, tap_major
 from lmstate.ops.recurrent.rg_lru import rg_lru
 from lmstate.state import LayerState, Layout, RecurrentState, Step
-from lmstate.state.layers.recurrent import Carry
+from lmstate.state.layers.scans import Carry
 
 
 @dataclass(eq=False)

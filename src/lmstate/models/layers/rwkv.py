@@ -12,7 +12,7 @@ from lmstate.ops import Norm, Residual, Weight
 from lmstate.ops.recurrent.causal_conv import causal_conv
 from lmstate.ops.recurrent.wkv import wkv
 from lmstate.state import LayerState, Layout, RecurrentState, Step
-from lmstate.state.layers.recurrent import Carry
+from lmstate.state.layers.scans import Carry
 
 
 def one_late(x: Tensor, tail: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

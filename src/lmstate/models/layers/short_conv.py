@@ -11,7 +11,7 @@ from lmstate.models.layers.base import FusableLayer
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.ops.recurrent.causal_conv import causal_conv, tap_major
 from lmstate.state import LayerState, Layout, RecurrentState, Step
-from lmstate.state.layers.recurrent import Carry
+from lmstate.state.layers.scans import Carry
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,8 @@ from torch import Tensor
 from lmstate.errors import UnsupportedError
 from lmstate.state.changes import Changes
 from lmstate.state.layers.base import Layout
-from lmstate.state.layers.recurrent import Carry, RecurrentState
+from lmstate.state.layers.recurrent import RecurrentState
+from lmstate.state.layers.scans import Carry
 
 
 class LastInputState(RecurrentState):

@@ -9,62 +9,38 @@ wanted. A scan writes into none of its arguments.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from lmstate.errors import SnapshotError
 from lmstate.ops import ScanStart, Unscanned
 from lmstate.state.changes import Changes
 from lmstate.state.layers.base import LayerState, Layout
+from lmstate.state.layers.scans import (
+    Carry,
+    Checkpoint,
+    Inputs,
+    PassedCarry,
+    PendingCarry,
+    Scan,
+    log_places,
+    logged,
+    places_again,
+    position_of,
+    prefix,
+    scan_with_stops,
+    scanned,
+    stops_of,
+)
 from lmstate.state.step import DeviceStep, Step
 
-Carry = tuple[Tensor, ...]
-Scan = Callable[[Tensor, Carry, Tensor, Tensor | None], tuple[Tensor, Carry]]
-
-
 MOST_UNSCANNED = 8  # tokens of a row that are left to the next step's scan: each is scanned again in every step
-
-
-class Inputs(NamedTuple):
-    """Inputs of a scan `[N, F]`, of all rows without padding, and how many each row has."""
-
-    inputs: Tensor
-    counts: tuple[int, ...]
-
-
-class Checkpoint(NamedTuple):
-    """The carry of one row at a position, `[1, ...]` each; never written into."""
-
-    position: int
-    carry: Carry
-
-
-@dataclass(frozen=True)
-class PassedCarry:
-    """The carry `[R, ...]` of a step where some rows pass a multiple of `rewind`: row r's, or None."""
-
-    positions: list[int | None]
-    carry: Carry
-
-
-@dataclass
-class PendingCarry:
-    """Results of a step that is not committed: the carry after its chunks so far, None before the first.
-
-    `inputs`: of those chunks that may be scanned again. `resumable`: a part of the step may be left unscanned.
-    """
-
-    step: Step
-    carry: Carry | None = None
-    inputs: list[tuple[Step, Tensor]] = field(default_factory=list)
-    passed: list[PassedCarry] = field(default_factory=list)
-    resumable: bool = False
 
 
 class RecurrentState(LayerState):
@@ -137,7 +113,9 @@ class RecurrentState(LayerState):
             return outputs
         pending = self._log(step, step.packed(inputs))
         carry = self._scanned() if pending.carry is None else pending.carry
-        outputs, pending.carry, passed = self._run(inputs, carry, step, pending.step.ends, gate)
+        outputs, pending.carry, passed = scan_with_stops(
+            self.scan, inputs, carry, step, pending.step.ends, self.period, gate
+        )
         pending.passed += passed
         return outputs
 
@@ -147,7 +125,7 @@ class RecurrentState(LayerState):
         Whoever scans them says so with `record`.
         """
         pending = self._reserved()
-        if any(stops != list(step.counts) for stops, _ in self._stops(step, pending.step.ends)):
+        if any(stops != list(step.counts) for stops, _ in stops_of(step, pending.step.ends, self.period)):
             return None
         return self._scanned() if pending.carry is None else pending.carry
 
@@ -160,7 +138,7 @@ class RecurrentState(LayerState):
             return None
         pending = self._reserved()
         start = ScanStart(self.carry, self._unscanned(step)) if pending.carry is None else ScanStart(pending.carry)
-        cuts = self._stops(step, pending.step.ends)
+        cuts = stops_of(step, pending.step.ends, self.period)
         if all(stops == list(step.counts) for stops, _ in cuts):
             return start
         if not self._is_short(step, pending):
@@ -184,7 +162,9 @@ class RecurrentState(LayerState):
         pending = self._log(step, inputs)
         pending.resumable = fused and self._is_short(step, pending)
         at_marks = carry if marked is None else marked
-        pending.passed += [PassedCarry(positions, at_marks) for _, positions in self._stops(step, pending.step.ends)]
+        pending.passed += [
+            PassedCarry(positions, at_marks) for _, positions in stops_of(step, pending.step.ends, self.period)
+        ]
         pending.carry = carry
 
     def _is_short(self, step: Step, pending: PendingCarry) -> bool:
@@ -193,11 +173,11 @@ class RecurrentState(LayerState):
 
     def adopt_device_step(self, step: Step) -> None:
         inputs = self.step_inputs[:, : step.width]
-        cuts = self._stops(step, step.ends)
+        cuts = stops_of(step, step.ends, self.period)
         if all(stops == list(step.counts) for stops, _ in cuts):
             passed = [PassedCarry(positions, self.next_carry) for _, positions in cuts]
         else:  # a checkpoint inside the step is not what the device has kept
-            passed = self._run(inputs, self.carry, step, step.ends)[2]
+            passed = scan_with_stops(self.scan, inputs, self.carry, step, step.ends, self.period)[2]
         self._pending = PendingCarry(step, self.next_carry, [(step, step.packed(inputs))], passed)
 
     def static_tensors(self) -> dict[str, Tensor]:
@@ -257,11 +237,11 @@ class RecurrentState(LayerState):
         if to == length:
             return
         base, carry = max(
-            (one for one in self.checkpoints[row] if one is not None and one.position <= to), key=_position
+            (one for one in self.checkpoints[row] if one is not None and one.position <= to), key=position_of
         )
         if to > base:
             counts = torch.tensor([to - base], device=self.log.device)
-            _, carry = self.scan(self._logged(row, base, to), carry, counts, None)
+            _, carry = self.scan(logged(self.log[row : row + 1], base, to), carry, counts, None)
         even, odd = (None if one is None or one.position > to else one for one in self.checkpoints[row])
         self._put(row, carry, (even, odd), changes)
 
@@ -356,30 +336,6 @@ class RecurrentState(LayerState):
 
     # ---- the parts of it
 
-    def _run(
-        self, inputs: Tensor, carry: Carry, step: Step, ends: Sequence[int], gate: Tensor | None = None
-    ) -> tuple[Tensor, Carry, list[PassedCarry]]:
-        """Scan a step, stopping for the carry at the last two multiples of `period` before each row's end."""
-        cuts = self._stops(step, ends)
-        if not cuts:
-            outputs, carry = self.scan(inputs, carry, step.counts_t, gate)
-            return outputs, carry, []
-        done, pieces, passed = [0] * step.rows, [], []
-        for stops, positions in [*cuts, (list(step.counts), None)]:
-            counts = [stop - begin for stop, begin in zip(stops, done)]
-            if any(counts):
-                piece = _rows_between(inputs, done, stops)
-                part_gate = None if gate is None else _rows_between(gate, done, stops)
-                folded, carry = self.scan(piece, carry, torch.tensor(counts, device=inputs.device), part_gate)
-                pieces.append((folded, counts))
-            if positions is not None:
-                passed.append(PassedCarry(positions, carry))
-            done = stops
-        return _rows_joined(pieces), carry, passed
-
-    def _stops(self, step: Step, ends: Sequence[int]) -> list[tuple[list[int], list[int | None]]]:
-        return step.cached(("cuts", self.period, tuple(ends)), lambda: _cuts(step, ends, self.period))
-
     def _reserved(self) -> PendingCarry:
         assert self._pending is not None, "a step without reserve"
         return self._pending
@@ -397,7 +353,7 @@ class RecurrentState(LayerState):
 
     def _scanned(self) -> Carry:
         """The carry at each row's committed length, with what is unscanned in it."""
-        return self.carry if self.unscanned is None else _scanned(self.scan, self.carry, self.unscanned)
+        return self.carry if self.unscanned is None else scanned(self.scan, self.carry, self.unscanned)
 
     def _unscanned(self, step: Step) -> Unscanned | None:
         if self.unscanned is None:
@@ -416,7 +372,7 @@ class RecurrentState(LayerState):
         since = self._since(pending, step, accepted)
         if max(since.counts) <= MOST_UNSCANNED:
             return self.carry, since
-        return _scanned(self.scan, self.carry, since), None
+        return scanned(self.scan, self.carry, since), None
 
     def _since(self, pending: PendingCarry, step: Step, accepted: tuple[int, ...]) -> Inputs:
         """All inputs that come after the carry: what is unscanned, and the accepted prefixes of a step's."""
@@ -447,11 +403,11 @@ class RecurrentState(LayerState):
         redone = self._scanned()
         passed: list[PassedCarry] = []
         if any(again):
-            index = step.cached(("again", again), lambda: self._index_again(pending, step, again))
-            pieces = [piece for _, piece in pending.inputs]
+            parts, pieces = zip(*pending.inputs)
+            index = step.cached(("again", again), lambda: places_again(parts, step, again, self.log.device))
             inputs = (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[index]
-            short = _prefix(step, again)
-            _, redone, passed = self._run(inputs, redone, short, short.ends)
+            short = prefix(step, again)
+            _, redone, passed = scan_with_stops(self.scan, inputs, redone, short, short.ends, self.period)
         whole = [
             PassedCarry([None if p else at for p, at in zip(partly, passage.positions)], passage.carry)
             for passage in pending.passed
@@ -463,44 +419,16 @@ class RecurrentState(LayerState):
             )
         return redone, whole + passed
 
-    def _index_again(self, pending: PendingCarry, step: Step, again: Sequence[int]) -> Tensor:
-        """Places of the first `again[r]` inputs of each row among those of the step's parts, int64 `[R, t]`."""
-        index = [[0] * max(again) for _ in again]
-        offset = 0
-        for part, _ in pending.inputs:
-            for row, (start, count) in enumerate(zip(part.starts, part.counts)):
-                first = start - step.starts[row]
-                for at in range(first, min(first + count, again[row])):
-                    index[row][at] = offset + part.begins[row] + at - first
-            offset += part.new_tokens
-        return torch.tensor(index, device=self.log.device)
-
     def _log_writes(self, pending: PendingCarry, step: Step, accepted: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
         """(flat slots, inputs to put there) for the inputs accepted that the log still holds afterwards."""
         writes = []
         for part, inputs in pending.inputs:
             key = ("log", self.period, accepted)
-            slots, sources = part.cached(key, lambda part=part: self._log_index(part, step, accepted))  # type: ignore[misc]
+            slots, sources = part.cached(
+                key, partial(log_places, part, step, accepted, self.log.shape[1], self.log.device)
+            )
             writes.append((slots, inputs if len(sources) == len(inputs) else inputs[sources]))
         return writes
-
-    def _log_index(self, part: Step, step: Step, accepted: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        size = self.log.shape[1]
-        slots: list[int] = []
-        sources: list[int] = []
-        for row, (start, count) in enumerate(zip(part.starts, part.counts)):
-            length = step.starts[row] + accepted[row]
-            for position in range(max(start, length - size), min(start + count, length)):
-                slots.append(row * size + position % size)
-                sources.append(part.begins[row] + position - start)
-        index = torch.tensor([slots, sources], dtype=torch.int64, device=self.log.device)
-        return index[0], index[1]
-
-    def _logged(self, row: int, start: int, stop: int) -> Tensor:
-        """A row's inputs `[1, stop - start, F]` at positions that the log holds."""
-        size, own = self.log.shape[1], self.log[row : row + 1]
-        first, last = start % size, (stop - 1) % size + 1
-        return own[:, first:last] if first < last else torch.cat([own[:, first:], own[:, :last]], dim=1)
 
     def _start(self) -> tuple[Checkpoint | None, Checkpoint | None]:
         """The checkpoints of an empty row."""
@@ -555,61 +483,3 @@ class RecurrentState(LayerState):
     def _fill(own: Carry, parts: Carry) -> None:
         for tensor, part in zip(own, parts):
             tensor.copy_(part)
-
-
-def _position(checkpoint: Checkpoint) -> int:
-    return checkpoint.position
-
-
-def _scanned(scan: Scan, carry: Carry, unscanned: Inputs) -> Carry:
-    """The carry with these inputs in it as well."""
-    inputs, counts = unscanned
-    padded = pad_sequence(inputs.split(counts), batch_first=True)
-    with torch.no_grad():  # they were scanned without a gradient before
-        return scan(padded, carry, torch.tensor(counts, device=inputs.device), None)[1]
-
-
-def _prefix(step: Step, counts: tuple[int, ...]) -> Step:
-    """A step of the first tokens of each row alone."""
-    return Step(step.starts, counts, step.device, step.rope_lengths, media=step.media)
-
-
-def _cuts(step: Step, ends: Sequence[int], period: int) -> list[tuple[list[int], list[int | None]]]:
-    """Positions to stop at inside a step: the last two multiples of `period` before each row's end, or, of a row that
-    the step does not rewind, the end.
-
-    For each of the two: how many of each row's tokens come before it, and its position in the rows that pass it here.
-    """
-    if not period:
-        return []
-    last = [end // period * period if step.rewinds(row) else end for row, end in enumerate(ends)]
-    before = [mark - period if step.rewinds(row) else 0 for row, mark in enumerate(last)]
-    cuts = []
-    for marks in (before, last):
-        passes: list[int | None] = [
-            mark if start < mark <= start + n else None for mark, start, n in zip(marks, step.starts, step.counts)
-        ]
-        if any(mark is not None for mark in passes):
-            # At the last stop the rows that pass nothing may be anywhere: at their ends, where the others mostly are.
-            stops = [
-                n if marks is last and at is None else min(max(mark - start, 0), n)
-                for mark, at, start, n in zip(marks, passes, step.starts, step.counts)
-            ]
-            cuts.append((stops, passes))
-    return cuts
-
-
-def _rows_between(inputs: Tensor, begins: Sequence[int], stops: Sequence[int]) -> Tensor:
-    """Row r's tokens `begins[r] .. stops[r] - 1` of `[R, T, F]`, moved to the left: a view where all rows agree."""
-    if len(set(zip(begins, stops))) == 1:
-        return inputs[:, begins[0] : stops[0]]
-    rows = [row[begin:stop] for row, begin, stop in zip(inputs, begins, stops)]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-
-
-def _rows_joined(pieces: Sequence[tuple[Tensor, Sequence[int]]]) -> Tensor:
-    """Pieces `[R, t, G]` of each row one after the other, `counts[r]` tokens of each: the inverse of the above."""
-    if all(len(set(counts)) == 1 for _, counts in pieces):
-        return torch.cat([piece for piece, _ in pieces], dim=1)
-    cut = [[row[:count] for row, count in zip(piece, counts)] for piece, counts in pieces]
-    return torch.nn.utils.rnn.pad_sequence([torch.cat(row) for row in zip(*cut)], batch_first=True)
