@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import socket
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
+from time import monotonic
 from typing import Any
 
 import httpx
@@ -14,7 +17,7 @@ from typer.testing import CliRunner
 
 from lmstate.cli.app import app
 from lmstate.cluster import Cluster, deploy
-from lmstate.cluster.ray_cluster import AUTH_MODE, TOKEN_PATH, check_address
+from lmstate.cluster.ray_cluster import AUTH_MODE, TOKEN_PATH, check_address, remove_folder
 from lmstate.cluster.replica import ReplicaSpec
 from lmstate.errors import UnsupportedError
 from tests.cluster.helpers import LocalChannel, fleet
@@ -52,6 +55,25 @@ def test_unknown_options_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         deploy("smollm2", rwos=3)
     with pytest.raises(ValueError, match="give 1 or more"):
         deploy("smollm2", 0)
+
+
+def test_a_folder_goes_that_ending_processes_still_write_to(tmp_path: Path) -> None:
+    folder, until = tmp_path / "ray", monotonic() + 0.3
+    folder.mkdir()
+
+    def write() -> None:
+        with suppress(FileNotFoundError):  # it is gone
+            while monotonic() < until:
+                (folder / f"{monotonic()}").touch()
+
+    writer = Thread(target=write)
+    writer.start()
+    remove_folder(folder)
+    writer.join()
+    assert not folder.exists()
+    folder.mkdir()
+    remove_folder(folder, 0.0)
+    assert folder.exists(), "it waits for no longer than it is told"
 
 
 def test_several_replicas_need_a_store() -> None:

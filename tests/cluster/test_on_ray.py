@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -103,13 +104,25 @@ def test_an_answer_outlives_a_replica_that_is_drained(cluster: Any, alone: Engin
     wait_until(lambda: whole(cluster) and drained.id not in [one.id for one in cluster.status()])
 
 
-def test_nothing_is_left_of_a_server_that_is_stopped_before_ray_runs(folder: Path, tmp_path: Path) -> None:
+def processes_of(folder: str) -> list[str]:
+    """Command lines of processes that name a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended meanwhile
+            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return [line for line in found if folder in line]
+
+
+@pytest.mark.parametrize("moment", ["lmstate-token-*/token", "lmstate-ray-*/session_*/logs/raylet.out"])
+def test_nothing_is_left_of_a_server_that_is_stopped_while_ray_starts(
+    folder: Path, tmp_path: Path, moment: str
+) -> None:
     (tmp_path / "store").mkdir()
     serve = ["serve", str(folder), "--replicas", "2", "--store", f"file://{tmp_path / 'store'}", "--port", "0"]
     with TemporaryDirectory() as temporary:  # a short name: Ray has sockets below it
         process = subprocess.Popen([sys.executable, "-m", "lmstate", *serve], env={**os.environ, "TMPDIR": temporary})
         try:
-            wait_until(lambda: any(Path(temporary).glob("lmstate-token-*/token")) or process.poll() is not None)
+            wait_until(lambda: any(Path(temporary).glob(moment)) or process.poll() is not None)
             assert process.poll() is None
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) > 0
@@ -117,3 +130,4 @@ def test_nothing_is_left_of_a_server_that_is_stopped_before_ray_runs(folder: Pat
             process.kill()
             process.wait()
         assert not os.listdir(temporary)
+        wait_until(lambda: not processes_of(temporary))

@@ -16,10 +16,12 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
+from time import monotonic, sleep
 
 from lmstate.files.private import private_file
 
 OBJECT_STORE = 100 * 2**20  # bytes; what we send is small, and Ray would take 30 % of the memory
+REMOVE = 10.0  # seconds that ending processes may go on writing to their folder
 AUTH_MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 # Read by every process of the cluster: no usage statistics are sent, and handles use gRPC.
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"}
@@ -74,6 +76,8 @@ class RayCluster:
             give_token()
             # Short: the names of sockets below it may have 107 bytes. Only its owner can enter.
             self._folder = Path(tempfile.mkdtemp(prefix="lmstate-ray-"))
+            # A Ray that was still starting is ended at the exit, by what it registers after this, so before this runs.
+            atexit.register(remove_folder, self._folder)
         else:
             check_address(address, os.environ)
         try:
@@ -110,3 +114,11 @@ class RayCluster:
             ray.shutdown()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def remove_folder(folder: Path, seconds: float = REMOVE) -> None:
+    """Remove a folder of processes that are ending and may write to it yet, for at most so many seconds."""
+    until = monotonic() + seconds
+    while folder.exists() and monotonic() < until:
+        shutil.rmtree(folder, ignore_errors=True)
+        sleep(0.05)
