@@ -268,7 +268,7 @@ def test_hostile_sessions_keep_no_engine_from_starting(record: str, tmp_path: Pa
 
 def test_a_file_of_records_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "records.sqlite3").write_bytes(b"no records at all" * 100)
-    with pytest.raises(OSError, match=r"records\.sqlite3 is no file of records"):
+    with pytest.raises(OSError, match=r"records\.sqlite3 is not usable as file of records"):
         lmstate.Engine(ours("llama"), store=tmp_path)
 
 
@@ -502,5 +502,5 @@ def test_a_tier_that_hangs_holds_up_nobody_for_long(tmp_path: Path, monkeypatch:
 
 def test_what_is_no_size_of_a_store_is_refused_with_and_without_one(tmp_path: Path) -> None:
     for store in (None, tmp_path):
-        with pytest.raises(ValueError, match="'x' is no size"):
+        with pytest.raises(ValueError, match="'x' is not a size"):
             lmstate.Engine(ours("llama"), store=store, store_bytes="x")

@@ -83,7 +83,7 @@ def test_paired_rows_of_no_heads_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "message"), [(("0", "1", "3"), "no regular pattern"), (("1", "00001"), "lacks|does not use")]
+    ("layers", "message"), [(("0", "1", "3"), "irregular pattern"), (("1", "00001"), "lacks|does not use")]
 )
 def test_attention_in_no_regular_pattern_is_refused(layers: tuple[str, ...], message: str, tmp_path: Path) -> None:
     tensors = {"token_embd.weight": ggufs.floats(64, 64)}

@@ -105,7 +105,7 @@ def test_an_index_whose_schema_is_no_text_is_no_index(kind: Any, tmp_path: Path)
         kind(tmp_path).close()
         assert len(list((tmp_path / "damaged").glob("*-index.sqlite3"))) == 1
     else:
-        with pytest.raises(OSError, match="is no index"):
+        with pytest.raises(OSError, match="not usable as index"):
             kind(tmp_path)
 
 

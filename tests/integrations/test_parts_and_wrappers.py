@@ -99,7 +99,7 @@ def test_a_snapshot_is_refused_once_weights_were_changed(change: str) -> None:
 
 
 def test_a_module_without_a_model_of_transformers_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="Linear is no model of transformers"):
+    with pytest.raises(UnsupportedError, match="Linear is not a transformers model"):
         StateCache(torch.nn.Linear(2, 2))
 
 

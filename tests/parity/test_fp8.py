@@ -180,7 +180,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Tensors, dict[str, Any]], Any]]] = {
     "scales of another shape": ("cannot scale", partial(scale, change=lambda scales: scales[:, :1])),
     "scales in one row": ("cannot scale", partial(scale, change=lambda scales: scales.flatten())),
     "an infinite scale": ("infinities", partial(scale, change=lambda scales: scales / 0)),
-    "whole numbers for scales": ("no floats", partial(scale, change=lambda scales: scales.int())),
+    "whole numbers for scales": ("not floats", partial(scale, change=lambda scales: scales.int())),
     "a vector in 8 bits": ("cannot scale", vector),
     "scales of blocks without their size": (
         "cannot scale",

@@ -191,7 +191,7 @@ def test_the_network_is_not_served_without_a_key() -> None:
 
 @pytest.mark.parametrize("origin", ["localhost:3000", "http://localhost:3000/", "https://a.example/page", "a.example"])
 def test_what_is_no_origin_is_refused_since_it_would_never_match(origin: str) -> None:
-    with pytest.raises(ValueError, match="no origin"):
+    with pytest.raises(ValueError, match="not the origin"):
         Settings("m", cors_origins=(origin,)).check()
     Settings(
         "m", cors_origins=("*", "null", "http://localhost:3000", "chrome-extension://abc", "http://[::1]:80")
@@ -207,7 +207,7 @@ def test_keys_come_from_a_file_and_the_environment(tmp_path: Path, monkeypatch: 
     with pytest.raises(ValueError, match="no API key"):
         read_keys(file)
     file.write_bytes(b"\xff")
-    with pytest.raises(ValueError, match="keys is no text in UTF-8"):
+    with pytest.raises(ValueError, match="keys is not UTF-8 text"):
         read_keys(file)
 
 
@@ -721,7 +721,10 @@ def test_the_command_says_that_its_address_is_taken_before_it_loads_a_model() ->
 
 @pytest.mark.parametrize(
     ("memory", "code", "said"),
-    [("1KiB", 1, r"1,024 bytes of memory were asked for.* needs about [0-9,]+ "), ("plenty", 2, "'plenty' is no size")],
+    [
+        ("1KiB", 1, r"1,024 bytes of memory were asked for.* needs about [0-9,]+ "),
+        ("plenty", 2, "'plenty' is not a size"),
+    ],
 )
 def test_the_command_refuses_memory_that_no_request_fits_in(directory: Path, memory: str, code: int, said: str) -> None:
     arguments = [*MAIN, "serve", str(directory) if code == 1 else "nobody/nothing", "--port", "0", "--memory", memory]

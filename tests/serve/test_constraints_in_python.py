@@ -93,7 +93,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "lookahead": ({"regex": "(?=a)b"}, "look-ahead"),
     "open pattern": ({"regex": "(a"}, "cannot be used"),
     "bytes": ({"regex": b"a"}, "must be a string"),
-    "GBNF": ({"grammar": "root ::= ("}, "no GBNF grammar"),
+    "GBNF": ({"grammar": "root ::= ("}, "not a GBNF grammar"),
     "Lark": ({"grammar": "start: missing"}, "cannot be used"),
     "long": ({"regex": "[" + "ab" * 2**18 + "]"}, "at most"),
     "format": ({"response_format": {"type": "xml"}}, "one of text, json_object"),

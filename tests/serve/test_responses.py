@@ -295,5 +295,5 @@ def test_log_probabilities_of_a_stream_are_all_told(client: openai.OpenAI) -> No
 
 def test_a_damaged_database_is_named(tmp_path: Path) -> None:
     (tmp_path / "records.sqlite3").write_bytes(b"no database at all" * 100)
-    with pytest.raises(OSError, match=r"records\.sqlite3 is no file of records"):
+    with pytest.raises(OSError, match=r"records\.sqlite3 is not usable as file of records"):
         SqliteRecords(tmp_path / "records.sqlite3", b"")

@@ -207,7 +207,7 @@ def test_where_a_picture_cannot_stand() -> None:
         (10, picture(4, 48, 0, axes=True), "rope has one"),
         (10, "a picture", "make one with Media.of"),
         (10, Media.of(torch.zeros(2, 48), 99), "token id 99"),
-        (10, made.without_embeddings(), "make it anew"),
+        (10, made.without_embeddings(), "make it again"),
     ]
     for at, media, said in bad:
         with pytest.raises(lmstate.StateError, match=said):

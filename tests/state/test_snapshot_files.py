@@ -176,7 +176,7 @@ def test_a_loaded_snapshot_is_no_part_of_its_file(tmp_path: Path) -> None:
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for mmap in (False, True):
-        with pytest.raises(lmstate.SnapshotError, match="no regular file"):
+        with pytest.raises(lmstate.SnapshotError, match="not a regular file"):
             lmstate.Snapshot.load(tmp_path / "pipe", mmap=mmap)
 
 

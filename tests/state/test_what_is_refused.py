@@ -355,7 +355,7 @@ def fake_text(model: lmstate.Model) -> lmstate.Model:
 
 
 def test_what_is_no_state_is_said_to_be_none() -> None:
-    with pytest.raises(lmstate.StateError, match="'mine' is no state"):
+    with pytest.raises(lmstate.StateError, match="'mine' is not a state"):
         ours("llama")([[5]], "mine")  # type: ignore[call-overload, arg-type]
 
 

@@ -370,7 +370,7 @@ def test_damaged_files_of_an_adapter_are_refused(tmp_path: Path) -> None:
             lmstate.load(folder, adapter=tmp_path)
         (tmp_path / "adapter_config.json").unlink()
         os.mkfifo(tmp_path / "adapter_config.json")
-        with pytest.raises(ModelError, match="no regular file"):
+        with pytest.raises(ModelError, match="not a regular file"):
             lmstate.load(folder, adapter=tmp_path)
 
 

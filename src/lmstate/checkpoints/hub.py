@@ -103,7 +103,7 @@ def check_name(name: str | os.PathLike[str]) -> str:
         return text
     meant = get_close_matches(text.lower(), ALIASES, n=1)
     raise FileNotFoundError(
-        f"no model called {text!r}: it is no alias ({', '.join(ALIASES)}), no file or directory, and no Hub id of the "
+        f"no model called {text!r}: expected an alias ({', '.join(ALIASES)}), a file or directory, or a Hub id of the "
         f"form organization/model, organization/model@revision, organization/model:Q4_K_M or "
         f"organization/model/file.gguf"
         f"{f'; did you mean {meant[0]!r}?' if meant else ''}"

@@ -75,7 +75,7 @@ class WeightLoader:
         context_size: int | None = None,
     ) -> None:
         if kind not in KINDS:
-            raise ModelError(f"weights={kind!r} is no storage; choose one of {', '.join(KINDS)}")
+            raise ModelError(f"unknown weights={kind!r}; choose one of {', '.join(KINDS)}")
         if activations not in ACTIVATIONS:
             raise ModelError(f"unknown activations={activations!r}; expected one of 8, 16 and 'auto'")
         if dtype not in (None, torch.float32, torch.bfloat16):

@@ -98,6 +98,6 @@ def require_head(source: Source, *configs: Mapping[str, Any]) -> None:
     if f"{HEAD}weight" not in source.names() and said and True not in said:
         raise ModelError(
             f"{source.path} is incomplete, or a base model without a language model head: it has no {HEAD}weight, and "
-            f"its config says that the embedding is no head (tie_word_embeddings is false). Load a checkpoint that was "
-            f"saved with one"
+            f"its config says that the embedding is not the head (tie_word_embeddings is false). Load a checkpoint "
+            f"that was saved with one"
         )

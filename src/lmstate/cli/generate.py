@@ -39,7 +39,7 @@ def generate(
         str | None, typer.Argument(metavar="PROMPT", help="Text; from stdin if `-`, or if absent and piped in.")
     ] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option("--prompt-file", "-f", metavar="FILE", help="The prompt is what is in this file.")
+        Path | None, typer.Option("--prompt-file", "-f", metavar="FILE", help="Read the prompt from this file.")
     ] = None,
     source: Annotated[
         str | None,

@@ -134,7 +134,7 @@ class Conversations:
         """Have a session's next record replace this one, which was closed, or is damaged and is kept elsewhere."""
         if not saved.gone:
             assert self._tier is not None
-            LOG.warning("the record of session %r is damaged: it is set aside, and written anew", session.name)
+            LOG.warning("the record of session %r is damaged: it is set aside and written again", session.name)
             self._patience.ask(partial(self._tier.set_aside_session, session.name))
         session.confirm(saved)
 

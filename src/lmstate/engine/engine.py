@@ -319,7 +319,7 @@ class Engine:
         """
         refuse_no_messages(messages)
         if pictures_of(messages):
-            raise ValueError("messages with pictures were given, which are no ids alone: submit them, or Model.encode")
+            raise ValueError("messages with pictures cannot become ids alone: submit them, or use Model.encode")
         return self._replay.encode(self.model.tokenizer, messages, **variables)
 
     def remember(self, messages: Sequence[Mapping[str, Any]], tokens: Sequence[int], **variables: Any) -> None:

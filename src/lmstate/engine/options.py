@@ -101,7 +101,7 @@ def as_bytes(size: int | str) -> int:
     if isinstance(size, str):
         number = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
         if number is None or number[1].count(".") > 1 or not number[1].strip("."):
-            raise ValueError(f"{size!r} is no size; give bytes, or a text like '4GiB' or '500MB'")
+            raise ValueError(f"{size!r} is not a size; give bytes, or a text like '4GiB' or '500MB'")
         power = "KMGT".find(number[2].upper()) + 1 if number[2] else 0
         size = int(float(number[1]) * (1024 if number[3] else 1000) ** power)
     if whole_number(size, "a number of bytes") < 0:

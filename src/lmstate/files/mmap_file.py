@@ -69,7 +69,7 @@ class ReadFile:
         if out.numel():
             self._file.seek(offset)
             if self._file.readinto(out.view(-1).view(torch.uint8).numpy()) != out.nbytes:  # type: ignore[attr-defined]
-                raise ModelError(f"{self.path} ended while it was read; somebody writes to it")
+                raise ModelError(f"{self.path} ended while it was read; another process writes to it")
         return out
 
 
@@ -81,7 +81,7 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     with os.fdopen(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise ModelError(f"{path} is no regular file")
+            raise ModelError(f"{path} is not a regular file")
         yield file
 
 

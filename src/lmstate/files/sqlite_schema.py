@@ -13,7 +13,7 @@ def check_schema(connection: sqlite3.Connection, tables: Iterable[str]) -> None:
     try:
         found = [sql for (sql,) in connection.execute("select sql from sqlite_master where sql is not null")]
     except UnicodeDecodeError as error:  # also of SQLite's own message, which repeats what it found
-        raise sqlite3.DatabaseError("what it says of its tables is no text") from error
+        raise sqlite3.DatabaseError("its table definitions are not UTF-8 text") from error
     for sql in found:
         if sql not in known:
             raise sqlite3.DatabaseError("it has other tables, or views or triggers, which could compute anything")
@@ -26,4 +26,4 @@ def unusable(file: Path, error: sqlite3.Error, what: str) -> OSError:
     """
     if isinstance(error, sqlite3.OperationalError):
         return OSError(f"{file} cannot be opened to read and write: {error}")
-    return OSError(f"{file} is no {what} ({error}); remove it, or name another folder")
+    return OSError(f"{file} is not usable as {what} ({error}); remove it, or name another folder")

@@ -279,7 +279,7 @@ class Model:
         One with the same fingerprint is no other: a copy, or the same checkpoint loaded again.
         """
         if not isinstance(state, State):
-            raise StateError(f"{state!r:.80} is no state of lmstate; make one with new_state")
+            raise StateError(f"{state!r:.80} is not a state of lmstate; make one with new_state")
         if type(state) is not self.state_type:
             raise StateError("the state is of this model over another number of processes: move its rows by snapshots")
         if state.user() is self:

@@ -50,7 +50,7 @@ class Settings:
             scheme, _, host = origin.partition("://")
             if origin not in ("*", "null") and (not scheme or not host or "/" in host):
                 raise ValueError(
-                    f"{origin!r} is no origin of a page, so none would ever match; "
+                    f"{origin!r} is not the origin of a page and would never match; "
                     "give its scheme, host and port alone: http://localhost:3000"
                 )
         if not self.api_keys and not allow_anonymous and not self.on_loopback:
@@ -93,7 +93,7 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
     try:
         lines = [] if file is None else file.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:
-        raise ValueError(f"{file} is no text in UTF-8; it should have one API key a line") from None
+        raise ValueError(f"{file} is not UTF-8 text; give one API key per line") from None
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if file is not None and not keys:
         raise ValueError(f"{file} has no API key; it should have one a line")

@@ -32,7 +32,7 @@ class BlockPool:
         """`limit`: bytes. Raises `StateError` for a number below 0, and for what is none."""
         if limit is not None and not (isinstance(limit, Integral) and limit >= 0):
             raise StateError(
-                f"a pool of {limit!r:.80} bytes was asked for; a limit is a whole number from 0 on, None is no limit"
+                f"a pool of {limit!r:.80} bytes was asked for; give a whole number from 0 on, or None for no limit"
             )
         self.limit = limit
         self._nbytes = 0

@@ -225,7 +225,7 @@ def read_spans(where: object, record: Any, tensors: dict[str, Tensor]) -> Spans:
     for index, each in enumerate(record if isinstance(record, list) else [None]):
         kinds = tuple(map(type, each)) if isinstance(each, list) else ()
         if kinds != (int, int, int, str) or min(each[:3]) < 0 or max(each[:3]) >= FARTHEST or not each[2]:
-            raise SnapshotError(f"{where} is damaged: what it says of its pictures is none")
+            raise SnapshotError(f"{where} is damaged: its record of pictures is malformed")
         at, token, count, known = each
         embeddings = tensors.pop(f"media.{index}.embeddings", None)
         positions = tensors.pop(f"media.{index}.positions", None)
@@ -249,7 +249,7 @@ def spans_from_json(told: Any, tokens: Sequence[int]) -> list[MediaSpan]:
                 tensors[f"media.{index}.positions"] = torch.tensor(positions, dtype=torch.int64)
         spans = read_spans(where, [each[:-1] for each in told], tensors)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise SnapshotError(f"{where} is damaged: what it says of its pictures is none: {str(error)[:80]}") from None
+        raise SnapshotError(f"{where} is damaged: its record of pictures is malformed: {str(error)[:80]}") from None
     if wrong := misplaced(spans, 0, tokens):
         raise SnapshotError(f"{where} is damaged: {wrong}")
     if any(span.end > len(tokens) for span in spans):

@@ -148,7 +148,7 @@ class Snapshot:
         if not isinstance(self.layers, tuple | list) or not all(map(_is_captured, self.layers)):
             raise SnapshotError("the snapshot is damaged: what it has of its layers is not tensors")
         if not isinstance(self.media, tuple) or not all(isinstance(span, MediaSpan) for span in self.media):
-            raise SnapshotError("the snapshot is damaged: what it has of its pictures is none")
+            raise SnapshotError("the snapshot is damaged: its pictures are not MediaSpans")
         media = tuple(sorted(self.media, key=lambda span: span.at))
         logits, row = self.logits, Row.of(tokens, cached, frequency_key)._replace(source=source, media=media)
         if logits is None:

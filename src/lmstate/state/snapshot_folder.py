@@ -173,7 +173,7 @@ class SnapshotFolder:
         except (KeyError, TypeError):
             sound = False
         if not sound:
-            raise SnapshotError(f"{self.path} is damaged: what it says of {name!r} is no snapshot")
+            raise SnapshotError(f"{self.path} is damaged: its record of {name!r} is not a snapshot")
         return cast(Manifest, told)
 
     def _snapshot(self, name: str, told: Manifest) -> Snapshot:

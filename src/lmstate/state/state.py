@@ -424,9 +424,9 @@ class State:
         self._refuse_pending("place a picture", row)
         where = f"a picture was to be placed in row {row} at {at}"
         if not isinstance(media, Media):
-            raise StateError(f"{where}; {media!r:.80} is none: make one with Media.of")
+            raise StateError(f"{where}; {media!r:.80} is not a Media: make one with Media.of")
         if media.embeddings is None:
-            raise StateError(f"{where}; its embeddings were let go: make it anew")
+            raise StateError(f"{where}; its embeddings were let go: make it again")
         if (why := self._refuses_media(media)) is not None:
             raise UnsupportedError(f"{where}; {why}")
         spans = tuple(span for span in own.media if span.at != at or span.media != media)

@@ -84,8 +84,8 @@ class PendingTree(Generic[Batch]):
             index = next(fits, None)
             if index is None:
                 raise PendingError(
-                    f"{list(nodes)} is no path in the tree of row {row}, whose parents are {list(self.parents[row])}: "
-                    "begin at a node of parent -1, and go on with a child each time"
+                    f"{list(nodes)} is not a path in the tree of row {row}, whose parents are "
+                    f"{list(self.parents[row])}: begin at a node of parent -1, and go on with a child each time"
                 )
             found.append(index)
         return found

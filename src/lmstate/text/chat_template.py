@@ -117,7 +117,7 @@ class ChatTemplate:
             _budget.reset(token)
         text = "".join(pieces)
         if not _is_unicode(text) and _is_unicode(json.dumps([messages, variables], ensure_ascii=False, default=str)):
-            raise ModelError("the model's chat template writes half a surrogate pair, which is no Unicode")
+            raise ModelError("the model's chat template writes half a surrogate pair, which is not Unicode")
         return text
 
 

@@ -303,7 +303,9 @@ def _ids(inner: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> li
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"the text has half a surrogate pair at character {error.start}; it is no Unicode") from error
+        raise ValueError(
+            f"the text has half a surrogate pair at character {error.start}, which is not Unicode"
+        ) from error
     with _told("encode"):
         if len(text) < LONG:
             return list(inner.encode(text, add_special_tokens=add_special_tokens).ids)

@@ -55,7 +55,7 @@ def read_entries(path: str | os.PathLike[str]) -> list[DocumentEntry]:
         try:
             return [DocumentEntry({"text": Path(path).read_text("utf-8-sig")}, name)]
         except UnicodeDecodeError as error:
-            raise ModelError(f"{name} is no UTF-8 text ({error})") from None
+            raise ModelError(f"{name} is not UTF-8 text ({error})") from None
     entries = []
     with open(path, "rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(MOST_LINE), b""), 1):
@@ -65,7 +65,7 @@ def read_entries(path: str | os.PathLike[str]) -> list[DocumentEntry]:
             try:
                 entry = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise ModelError(f"{where} is no JSON ({error}); give one object a line, or a .txt") from None
+                raise ModelError(f"{where} is not JSON ({error}); give one object per line, or a .txt") from None
             _check(entry, where)
             entries.append(DocumentEntry(entry, where))
     if not entries:

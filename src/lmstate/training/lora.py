@@ -108,7 +108,7 @@ def _check_pattern(pattern: str) -> None:
     try:
         parsed = regex_parser.parse(pattern) if len(pattern) <= MOST_PATTERN else None
     except (re.error, RecursionError, OverflowError) as error:
-        raise ModelError(f"the pattern {pattern!r:.80} is no regular expression: {error}") from None
+        raise ModelError(f"the pattern {pattern!r:.80} is not a regular expression: {error}") from None
     if parsed is None or _loops(parsed) > 1:
         raise ModelError(
             f"the pattern {pattern!r:.80} is too long, or repeats a repetition without end; write it without"
@@ -178,7 +178,7 @@ class Adapter:
         for name in file.entries:
             match = re.fullmatch(r"(.*)\.lora_(A|B|magnitude_vector)(?:\.default)?(?:\.weight)?", name)
             if match is None:
-                raise ModelError(f"{path}: tensor {name[:80]!r} is no part of a LoRA that lmstate runs")
+                raise ModelError(f"{path}: tensor {name[:80]!r} is not part of a LoRA that lmstate runs")
             own = found.setdefault(match[1].removeprefix(PREFIX), {})
             if match[2] in own:
                 raise ModelError(f"{path}: {match[1][:80]!r} has two tensors {match[2]}; the file is damaged")
@@ -189,7 +189,7 @@ class Adapter:
             dims = {part: tensor.ndim for part, tensor in own.items() if tensor.is_floating_point()}
             if dims != wanted:
                 raise ModelError(
-                    f"{path}: the update of {module[:80]!r} is no pair of matrices of floats, A and B"
+                    f"{path}: the update of {module[:80]!r} is not a pair of float matrices, A and B"
                     + (", with a vector of magnitudes" if config.dora else "")
                 )
             down, up, *vector = (own[part].float().contiguous().clone() for part in wanted)

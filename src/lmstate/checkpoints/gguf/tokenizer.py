@@ -196,7 +196,7 @@ def _listed_merges(metadata: Config, vocabulary: dict[str, int], notes: list[str
         else:
             unknown += 1
     if unknown:
-        notes.append(f"{unknown} merges of the vocabulary join what are no tokens; they are left out")
+        notes.append(f"{unknown} merges of the vocabulary join unknown tokens; they are ignored")
     return merges
 
 

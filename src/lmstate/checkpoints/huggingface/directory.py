@@ -31,7 +31,7 @@ class CheckpointFolder:
         self.path = path
         self.notes: tuple[str, ...] = ()
         if not (path / "config.json").is_file():
-            raise ModelError(f"{path} has no config.json, so it is no checkpoint directory")
+            raise ModelError(f"{path} has no config.json, so it is not a checkpoint directory")
         self.config = read_object(path / "config.json")
         settings = quantization.settings(self.config, path)
         method = settings.get("quant_method")
@@ -111,7 +111,7 @@ class CheckpointFolder:
         if scales is None or self._dtype(scales) not in FLOATS:
             raise ModelError(
                 f"{self.path} lacks the scales of the 8-bit floats of {name!r} (in {name}{fp8.SCALES[0]}, say), or "
-                "they are no floats"
+                "they are not floats"
             )
         if not fp8.scales_fit(self.shape(scales), shape, block):
             raise ModelError(
@@ -162,7 +162,7 @@ class CheckpointFolder:
             or PureWindowsPath(file).anchor
             or ".." in PureWindowsPath(file).parts
         ):
-            raise ModelError(f"{self.path / INDEX} names {str(file)[:80]!r}, which is no safetensors file inside it")
+            raise ModelError(f"{self.path / INDEX} names {str(file)[:80]!r}, which is not a safetensors file inside it")
         return file
 
 

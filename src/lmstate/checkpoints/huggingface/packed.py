@@ -134,7 +134,7 @@ def _gptq(parts: _Parts, settings: Config) -> PackedMatrix:
 
     names = parts.names("qweight", "qzeros", "scales", "g_idx")
     kind = "int4" if bits <= 4 and regular else "int8"
-    lossy = None if regular else f"GPTQ whose groups of {size} inputs are no runs of {GROUP}"
+    lossy = None if regular else f"GPTQ whose groups of {size} inputs are not a multiple of {GROUP}"
     return PackedMatrix(names, (outputs, inputs), kind, read, lossy)
 
 
@@ -145,7 +145,7 @@ def _awq(parts: _Parts, settings: Config) -> PackedMatrix:
     parts.expect("scales", (groups, outputs))
     parts.expect("qzeros", (groups, columns))
     if settings.int("bits", default=4) != 4 or inputs % groups:
-        raise parts.damaged(f"{parts.stem}.qweight is no AWQ of 4 bits in {groups} groups of {inputs} inputs")
+        raise parts.damaged(f"{parts.stem}.qweight is not a 4-bit AWQ matrix in {groups} groups of {inputs} inputs")
     regular = inputs // groups % GROUP == 0
 
     def read() -> GroupedQuant | Tensor:
@@ -190,7 +190,7 @@ def _compressed(parts: _Parts, settings: Config) -> PackedMatrix:
 
     names = parts.names("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
     fits = regular and not ordered
-    lossy = None if fits else f"compressed-tensors whose groups of inputs are no runs of {GROUP}"
+    lossy = None if fits else f"compressed-tensors whose groups of inputs are not a multiple of {GROUP}"
     return PackedMatrix(names, (outputs, inputs), "int4" if bits <= 4 and fits else "int8", read, lossy)
 
 
@@ -247,7 +247,7 @@ def _bitnet(parts: _Parts, settings: Config) -> PackedMatrix | None:
         return _grouped(q.to(torch.int32), scales, ones, index, 4)
 
     fits = inputs % GROUP == 0
-    lossy = None if fits else f"BitNet whose inputs are no runs of {GROUP}"
+    lossy = None if fits else f"BitNet whose inputs are not a multiple of {GROUP}"
     names = parts.names("weight", "weight_scale")
     return PackedMatrix(names, (outputs, inputs), "int4" if fits else "int8", read, lossy)
 
@@ -285,11 +285,11 @@ def _bitsandbytes(parts: _Parts) -> PackedMatrix | None:
 
     description = parts.read(state_name)
     if description.dtype != BYTES or description.numel() > MOST_STATE:
-        raise parts.damaged(f"{parts.stem}.{state_name} is no description")
+        raise parts.damaged(f"{parts.stem}.{state_name} is not a description")
     try:
         said = Config(json.loads(bytes(description.flatten().tolist())), f"{parts.stem}.{state_name}")
     except (ValueError, RecursionError) as error:
-        raise parts.damaged(f"{parts.stem}.{state_name} is no JSON ({error})") from error
+        raise parts.damaged(f"{parts.stem}.{state_name} is not JSON ({error})") from error
     rows, columns = said.ints("shape", 2, low=1)
     block = said.int("blocksize", 1, 2**16)
 

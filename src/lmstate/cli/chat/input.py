@@ -71,7 +71,7 @@ def as_text(given: str, what: str) -> str:
         given.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{what} is not UTF-8: after {error.start} characters comes a byte that is no text; convert it with iconv"
+            f"{what} is not UTF-8: invalid byte after {error.start} characters; convert it with iconv"
         ) from None
     return given
 

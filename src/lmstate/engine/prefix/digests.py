@@ -31,7 +31,7 @@ def unpacked(data: bytes) -> array[int]:
     """Inverse of `packed`. Raises SnapshotError for bytes that it cannot have returned."""
     wide = data.startswith(WIDE)
     if (len(data) - 4) % 8 if wide else len(data) % 4:
-        raise SnapshotError("a stored text is no list of token ids")
+        raise SnapshotError("a stored text is not a list of token ids")
     ids = np.frombuffer(data, dtype="<i8", offset=4) if wide else np.frombuffer(data, dtype="<i4")
     if (ids < 0).any():
         raise SnapshotError("a stored text has negative token ids")

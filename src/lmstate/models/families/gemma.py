@@ -14,7 +14,7 @@ DEFAULTS: b.Defaults = {"gemma": {"head_dim": 256, "tie_word_embeddings": True}}
 def build(w: WeightLoader) -> Model:
     config, shape = w.config, b.Dims.of(w.config)
     if config.bool("use_bidirectional_attention", default=False):
-        raise ModelError(f"{config.where} asks for attention in both directions, which is no language model's")
+        raise ModelError(f"{config.where} asks for attention in both directions; only causal models are supported")
     inner = config.int("intermediate_size", low=1, high=b.MAX_SIZE)
     act = b.activation(config, default="gelu_pytorch_tanh")
     act = "gelu_tanh" if act == "gelu" else act  # the first configs say gelu, and mean the one that was trained

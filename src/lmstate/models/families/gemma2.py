@@ -37,7 +37,7 @@ def build(w: WeightLoader) -> Model:
     third, post_normed = family == "gemma3_text", family != "vaultgemma"
     config, shape = w.config, b.Dims.of(w.config)
     if config.bool("use_bidirectional_attention", default=False):
-        raise ModelError(f"{config.where} asks for attention in both directions, which is no language model's")
+        raise ModelError(f"{config.where} asks for attention in both directions; only causal models are supported")
     inner = config.int("intermediate_size", low=1, high=b.MAX_SIZE)
     act = b.activation(config, "hidden_activation", "gelu_pytorch_tanh")
     window = b.layer_windows(config, shape.layers, full_every=6 if third else 2)

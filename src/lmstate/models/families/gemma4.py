@@ -82,7 +82,7 @@ class Ending:
 def build(w: WeightLoader) -> Model:
     config, shape = w.config, b.Dims.of(w.config)
     if config.str("use_bidirectional_attention", default=None) == "all":
-        raise ModelError(f"{config.where} asks for attention in both directions, which is no language model's")
+        raise ModelError(f"{config.where} asks for attention in both directions; only causal models are supported")
     inner, act = (
         config.int("intermediate_size", low=1, high=b.MAX_SIZE),
         b.activation(config, "hidden_activation", "gelu_pytorch_tanh"),

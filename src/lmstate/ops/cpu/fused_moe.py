@@ -44,7 +44,7 @@ def pack(of: MoESublayer) -> MoEArguments | None:
     if any(each.down.in_features != hidden for each in of.experts):
         raise ValueError("experts of different widths")
     if shared_gate is not None and (shared is None or shared_gate.shape != (1, inputs)):
-        raise ValueError(f"{shared_gate} is no gate of a shared expert of {inputs} features")
+        raise ValueError(f"{shared_gate} does not fit a shared expert of {inputs} features")
     each = [_expert(expert, inputs, outputs) for expert in _all(of)]
     table = torch.frombuffer(bytearray(b"".join(each)), dtype=torch.uint8)
     norm, eps = norm_fields(of.norm, inputs)

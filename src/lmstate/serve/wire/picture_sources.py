@@ -58,7 +58,7 @@ def _fetched(url: str, hosts: Sequence[str], until: float) -> tuple[bytes, str |
         place = urlsplit(url)
         port = place.port or PORTS.get(place.scheme, 0)
     except ValueError:
-        raise _refused(url, "it is no URL") from None
+        raise _refused(url, "it is not a URL") from None
     if place.scheme not in PORTS or not place.hostname or place.username is not None:
         raise _refused(url, "give a data URL, or one of http or https without a user")
     try:

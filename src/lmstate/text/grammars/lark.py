@@ -63,7 +63,7 @@ def of_grammar(text: str, param: str) -> str:
         try:
             text = any_to_lark(text)
         except Exception as error:  # the converter raises bare Exception
-            raise GrammarError(f"{param} is no GBNF grammar: {str(error)[:300]}", param) from None
+            raise GrammarError(f"{param} is not a GBNF grammar: {str(error)[:300]}", param) from None
     return f"start: %lark {{\n{text}\n}}"
 
 

@@ -205,7 +205,7 @@ def _every(found: list[int], layers: int, what: str, where: str) -> tuple[int, i
         return layers + 1, layers
     period = found[1] - found[0] if len(found) > 1 else layers
     if found != list(range(found[0], layers, period)) or found[0] >= period:
-        raise ModelError(f"{where} has {what} in layers {found[:8]} of {layers}, which is no regular pattern")
+        raise ModelError(f"{where} has {what} in layers {found[:8]} of {layers}, an irregular pattern")
     return period, found[0]
 
 

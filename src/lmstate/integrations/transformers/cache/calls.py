@@ -217,4 +217,4 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             return module
-    raise UnsupportedError(f"StateCache(model) was asked for; a {type(model).__name__} is no model of transformers")
+    raise UnsupportedError(f"StateCache(model) was asked for; a {type(model).__name__} is not a transformers model")

@@ -11,7 +11,7 @@ from lmstate.serve.wire.ids import new_id
 TAG = "lmstate1."  # clients hand the content back as they got it: it is not theirs to read, nor secret
 BEFORE = "Summary of the conversation so far:\n"
 ASK = (
-    "Summarize our conversation so far for somebody who has to go on with it and has not seen it: what was asked, what "
+    "Summarize our conversation so far for someone who has to go on with it and has not seen it: what was asked, what "
     "was done and found, what was decided, what is left to do. Give names, numbers and paths as they are. Write the "
     "summary only."
 )

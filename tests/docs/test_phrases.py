@@ -1,0 +1,88 @@
+"""Plain English in what users and readers see: phrases that read as translated, and sentences that are too long."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lmstate
+
+SOURCES = Path(lmstate.__file__).parent
+ROOT = SOURCES.parents[1]
+STRINGS, DOCSTRINGS, PAGES = "strings", "docstrings", "pages"
+NEGATED = r"(?<!\bthere )(?<!\bThere )\b(is|are|was|were) (no|none)\b(?! (longer|more|other)\b)"
+PHRASES = {
+    r"\b(nobody|somebody|whoever|nowhere)\b": (STRINGS,),
+    NEGATED: (STRINGS,),
+    r"\bis what\b": (STRINGS,),
+    r"\banew\b": (STRINGS,),
+}
+"""What is not written, and the kinds of text in which it is not: a kind is added once it has none left."""
+MAX_WORDS: dict[str, int] = {}
+"""The longest sentence of a kind of text, in words."""
+LATER = ("src/lmstate/cluster/", "src/lmstate/vision/")
+Text = tuple[str, int, str, str]
+
+
+def of_source(name: str, source: str) -> Iterator[Text]:
+    """(file, line, kind, text) of every docstring and every other string; a docstring also is one below a constant."""
+    tree = ast.parse(source)
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            for start, part in parts(node.value):
+                yield name, node.lineno + start, DOCSTRINGS if id(node) in docs else STRINGS, part
+
+
+def of_page(name: str, page: str) -> Iterator[Text]:
+    """The paragraphs of a page, without its blocks and spans of code."""
+    page = re.sub(r"```.*?```", lambda block: "\n" * block[0].count("\n"), page, flags=re.DOTALL)
+    for start, part in parts(re.sub(r"`[^`\n]*`", "`x`", page)):
+        yield name, 1 + start, PAGES, part
+
+
+def parts(text: str) -> Iterator[tuple[int, str]]:
+    """Paragraphs and items of lists, each with the line it begins at."""
+    at = 0
+    for part in re.split(r"(\n\s*\n|\n(?=\s*(?:[-*#|]|\d+\.)\s?))", text):
+        yield at, " ".join(part.split())
+        at += part.count("\n")
+
+
+def wrong(texts: Iterator[Text]) -> list[str]:
+    found = []
+    for name, line, kind, text in texts:
+        for phrase, kinds in PHRASES.items():
+            found += [f"{name}:{line}: {match[0]!r}" for match in re.finditer(phrase, text) if kind in kinds]
+        longest = MAX_WORDS.get(kind)
+        for sentence in re.split(r"(?<=[.!?])\s", text) if longest and "|" not in text else ():
+            if (words := len(sentence.split())) > longest:
+                found.append(f"{name}:{line}: a sentence of {words} words: {sentence[:60]}...")
+    return found
+
+
+def test_what_is_read_has_no_phrase_of_the_list_and_no_sentence_too_long() -> None:
+    found = []
+    for path in sorted(SOURCES.rglob("*.py")):
+        if not (name := path.relative_to(ROOT).as_posix()).startswith(LATER):
+            found += wrong(of_source(name, path.read_text(encoding="utf-8")))
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        found += wrong(of_page(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")))
+    assert not found, "write it plainly (shorter, or with another phrase):\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ('raise E("x is no size")', ["a.py:1: 'is no'"]),
+        ('x = 1\ny = f"{x} is none: make it anew"', ["a.py:2: 'is none'", "a.py:2: 'anew'"]),
+        ('x = "there is no room, and it is no longer open"', []),
+        ('"""\n\nHeld by nobody."""', []),
+    ],
+)
+def test_phrases_are_found_where_they_are_written(source: str, found: list[str]) -> None:
+    assert wrong(of_source("a.py", source)) == found
