@@ -9,7 +9,7 @@ import torch
 
 from lmstate import ops
 from lmstate.engine import Engine, EngineClosed
-from lmstate.engine.embedding import ALONE, POOLINGS
+from lmstate.models.embeddings import EMBED_CHUNK, POOLINGS
 from tests.engine.test_batching import paused, prompt
 from tests.zoo import ours
 
@@ -32,7 +32,7 @@ def test_a_vector_that_is_not_wanted_any_more_is_not_read() -> None:
     model = ours("llama")
     with Engine(model) as engine:
         go = paused(engine)
-        vector = engine.embed(prompt(ALONE + 1, 1))
+        vector = engine.embed(prompt(EMBED_CHUNK + 1, 1))
         vector.cancel()
         go.set()
         with pytest.raises(CancelledError):

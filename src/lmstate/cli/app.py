@@ -17,6 +17,7 @@ from lmstate.cli import (
     cluster,
     demo,
     doctor,
+    embed,
     finetune,
     generate,
     inspect,
@@ -107,6 +108,7 @@ app.command("chat")(chat.chat)
 app.command("finetune")(finetune.finetune)
 app.command("inspect")(inspect.inspect)
 app.command("bench")(bench.bench)
+app.command("embed")(embed.embed)
 app.command("perplexity")(perplexity.perplexity)
 app.command("trace")(trace.trace)
 app.command("models")(models.models)

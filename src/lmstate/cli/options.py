@@ -46,6 +46,14 @@ class ActivationBits(StrEnum):
         return "auto" if self is ActivationBits.auto else 8 if self is ActivationBits.eight else 16
 
 
+class PoolingKind(StrEnum):
+    """Pooling of the hidden states of a text."""
+
+    mean = "mean"
+    last = "last"
+    cls = "cls"
+
+
 class KVWidth(StrEnum):
     """Bits of stored keys and values."""
 

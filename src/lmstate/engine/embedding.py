@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lmstate import ops
+from lmstate.models.embeddings import EMBED_CHUNK, chosen_pooling, pooled
 
 if TYPE_CHECKING:
     from lmstate.models.model import Model
 
-Pooling = Literal["mean", "last", "cls"]
-POOLINGS: tuple[str, ...] = get_args(Pooling)
-BESIDE_STREAMS, ALONE = 64, 512  # tokens of a text that are read in one go
+BESIDE_STREAMS = 64  # tokens of a text that are read in one go while others are answered
 
 Call = Callable[[Callable[["Model"], None]], Future[None]]
 """As `Engine.call`."""
@@ -27,10 +26,9 @@ class EmbeddedText:
 
     def __init__(self, model: Model, tokens: Sequence[int], pooling: str, call: Call, busy: Callable[[], bool]) -> None:
         """`busy`: whether requests wait for the next step. Raises ValueError for an unknown pooling."""
-        if pooling not in POOLINGS:
-            raise ValueError(f"unknown pooling={pooling!r}; expected one of {', '.join(POOLINGS)}")
         self.vector: Future[Tensor] = Future()
-        self._tokens, self._pooling, self._call, self._busy = list(tokens), pooling, call, busy
+        self._tokens, self._pooling = list(tokens), chosen_pooling({}, pooling)
+        self._call, self._busy = call, busy
         self._state = model.new_state(rewind=0)
         self._state.expect(0, len(self._tokens))
         self._parts: list[Tensor] = []
@@ -41,7 +39,7 @@ class EmbeddedText:
 
     def _read(self, model: Model) -> None:
         start = self._state.lengths[0]
-        count = BESIDE_STREAMS if self._busy() else ALONE
+        count = BESIDE_STREAMS if self._busy() else EMBED_CHUNK
         hidden = model.hidden([self._tokens[start : start + count]], self._state)[0]
         self._parts.append(ops.norm(hidden, model.norm))
 
@@ -57,8 +55,3 @@ class EmbeddedText:
         except Exception as error:
             if self.vector.set_running_or_notify_cancel():
                 self.vector.set_exception(error)
-
-
-def pooled(hidden: Tensor, pooling: str) -> Tensor:
-    """One vector, float32 `[E]`, from `[T, E]`."""
-    return (hidden.mean(0) if pooling == "mean" else hidden[-1 if pooling == "last" else 0]).float()

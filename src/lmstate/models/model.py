@@ -22,6 +22,7 @@ from lmstate.models.block import Block, new_layers
 from lmstate.models.compiled import STATIC_CHUNK, check_static, device_logits, mark_static, traceable
 from lmstate.models.config import ModelConfig
 from lmstate.models.describe import WeightTotals, describe
+from lmstate.models.embeddings import embeddings
 from lmstate.models.encoder import Encoder
 from lmstate.models.fingerprint import fingerprint
 from lmstate.models.forward import Forward, Head, Keep, Run
@@ -563,6 +564,7 @@ class Model:
     generate = generate
     stream = stream
     chat = chat
+    embeddings = embeddings
 
     @property
     def grammars(self) -> GrammarCompiler:

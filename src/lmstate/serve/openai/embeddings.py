@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 from torch import Tensor
 
-from lmstate.engine.embedding import POOLINGS
+from lmstate.models.embeddings import chosen_pooling, unit_vector
 from lmstate.serve.answer.handlers import json_response
 from lmstate.serve.answer.service import Service
 from lmstate.serve.openai.completions import as_list, prompt_ids
@@ -59,10 +59,10 @@ async def embedded(
     service: Service, request: Request, prompts: list[list[int]], pooling: str | None = None, size: int | None = None
 ) -> list[Tensor]:
     """The vector of each sequence, in turn. `pooling` None: the checkpoint's own, else mean. Raises `ApiError`."""
-    pooling = pooling or service.model.defaults.get("pooling", "mean")
-    if pooling not in POOLINGS:
-        own = f"one of {', '.join(POOLINGS)}; the checkpoint's own, {pooling!r}, is not supported"
-        raise wrong("pooling", own, None)
+    try:
+        chosen = chosen_pooling(service.model.defaults, pooling)
+    except ValueError as error:
+        raise ApiError(str(error), param="pooling") from None
     if (total := sum(map(len, prompts))) > (most := service.settings.max_input_tokens):
         raise ApiError(
             f"the inputs have {total} tokens together; one request has at most {most}: send them in several requests",
@@ -71,9 +71,8 @@ async def embedded(
         )
     vectors = []
     for tokens in prompts:
-        pooled = await unless_gone(request.receive, asyncio.wrap_future(service.engine.embed(tokens, pooling)))
-        vector = pooled[:size]
-        vectors.append(vector / vector.norm().clamp_min(1e-12))
+        pooled = await unless_gone(request.receive, asyncio.wrap_future(service.engine.embed(tokens, chosen)))
+        vectors.append(unit_vector(pooled, size))
     return vectors
 
 
