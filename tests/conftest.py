@@ -3,8 +3,10 @@ so that what a test draws does not depend on those before it."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -28,6 +30,20 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("suite")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep the garbage collector out of the collection, and afterwards out of what it made.
+
+    What stays until the end is a million objects of modules and tests; every full collection would walk through them.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run again, at most twice, what fails in real time: the summary names it, for there is a race to be found."""
     for item in items:
@@ -38,4 +54,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup() -> None:
     torch.manual_seed(0)
     for name in ("lmstate", "uvicorn.error"):  # levels that a command set in the process
-        logging.getLogger(name).setLevel(logging.NOTSET)
+        if (logger := logging.getLogger(name)).level != logging.NOTSET:  # setting one empties the caches of all loggers
+            logger.setLevel(logging.NOTSET)

@@ -6,6 +6,7 @@ to 150 tokens, so windows and chunks in a config stay well below.
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -94,8 +95,7 @@ def auto(config: Any) -> Any:
     return tables[0]
 
 
-@lru_cache(maxsize=4)
-def pair(case: str) -> tuple[Any, lmstate.Model]:
+def made(case: str) -> tuple[Any, lmstate.Model]:
     """The `transformers` model in float32 and the same weights in lmstate, through a saved directory."""
     config = (CASES | ENCODERS)[case]()
     torch.manual_seed(0)
@@ -107,9 +107,18 @@ def pair(case: str) -> tuple[Any, lmstate.Model]:
     return theirs, ours
 
 
-@cache
+kept = cache(made)  # of the whole process: tests of many folders want the same cases
+
+
+@lru_cache(maxsize=4)
+def pair(case: str) -> tuple[Any, lmstate.Model]:
+    """Both models of `made`; the one of `transformers` is a copy, so that a test may change it."""
+    theirs, ours = kept(case)
+    return copy.deepcopy(theirs), ours
+
+
 def ours(case: str) -> lmstate.Model:
-    return pair(case)[1]
+    return kept(case)[1]
 
 
 def conditioned(model: lmstate.Model, state: lmstate.State) -> lmstate.State:
