@@ -121,3 +121,8 @@ def test_data_and_folder_are_looked_at_before_a_model_is_loaded(
     Path("out/checkpoint").mkdir(parents=True)
     ran = CliRunner().invoke(app, ["finetune", "no-model", "data.jsonl", "-o", "out"])
     assert ran.exit_code == 1 and "out holds a training already" in ran.output
+    Path("used").mkdir()
+    Path("used/notes.txt").write_text("mine")
+    for more, refused in (([], True), (["--force"], False), (["--resume"], False)):
+        ran = CliRunner().invoke(app, ["finetune", "./", "data.jsonl", "-o", "used", *more])  # which is no checkpoint
+        assert ran.exit_code == 1 and ("used is not empty" in ran.output) == refused, ran.output

@@ -15,6 +15,7 @@ import torch
 
 import lmstate
 from lmstate.errors import ModelError
+from lmstate.files.safetensors import TensorFile
 from lmstate.training import LoraConfig, LoraModel, ParameterModel, loss
 from lmstate.training.documents import Document, batches, read_entries, split, tokenize
 from lmstate.training.finetune import FinetuneSettings, FineTuning, plot
@@ -42,6 +43,10 @@ def test_a_training_that_was_stopped_goes_on_to_the_bit(kind: str, tmp_path: Pat
     first = FineTuning(model(kind), DOCUMENTS, SETTINGS, tmp_path / "cut", DOCUMENTS[:2])
     asked = iter([False, False, True])
     assert not first.run(save_every=2, evaluate_every=2, stop=lambda: next(asked))
+    if kind == "lora":  # the adapter as it is at the stop
+        held = TensorFile(tmp_path / "cut" / "adapter_model.safetensors")
+        for name, tensor in first.model.adapter.named_tensors():
+            assert torch.equal(held.tensor(name), tensor.detach()), name
     with pytest.raises(ModelError, match="resume"):
         FineTuning(model(kind), DOCUMENTS, SETTINGS, tmp_path / "cut")
     with pytest.raises(ModelError, match="documents"):

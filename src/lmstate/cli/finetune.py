@@ -60,6 +60,7 @@ def finetune(
     ] = 100,
     seed: Annotated[int, typer.Option("--seed", help="Of the order of the documents and of a new adapter.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in FOLDER, to the bit.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="FOLDER may hold other files.")] = False,
     weights: options.Weights = options.WeightKind.auto,
     threads: Annotated[
         str | None, typer.Option("--threads", metavar="N|auto", help="Threads to compute on; by default torch's.")
@@ -71,6 +72,7 @@ def finetune(
     A line of DATA.jsonl is {"messages": [...]} (and "tools"), of which the assistant's answers are learned, {"prompt":
     ..., "completion": ...} or {"text": ...}; a .txt is one document. Long documents are computed in chunks, with the
     gradients of the whole. Ctrl-C ends with a checkpoint, from which --resume goes on.
+    The adapter in FOLDER is that of the newest checkpoint.
 
     \b
     Examples:
@@ -86,10 +88,12 @@ def finetune(
     import lmstate
     from lmstate.training import LoraConfig, ParameterModel
     from lmstate.training.documents import batches, read_entries, split, tokenize
-    from lmstate.training.finetune import LOG, FinetuneSettings, FineTuning, plot, refuse_begun
+    from lmstate.training.finetune import LOG, FinetuneSettings, FineTuning, plot, refuse_begun, refuse_used
 
     raise_interrupts()
     refuse_begun(out, resume)
+    if not (resume or force):
+        refuse_used(out)
     if threads is not None:  # not measured else: to go on from a checkpoint to the bit takes as many as before
         options.set_threads(threads)
     entries = read_entries(data)

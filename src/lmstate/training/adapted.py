@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -290,7 +291,9 @@ class LoraModel(ParameterModel):
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the adapter for PEFT, `lmstate.load(..., adapter=folder)` and `lmstate generate --adapter`."""
-        self.adapter.save(folder, self.name, {*self.modules, *self._experts})
+        own = Path(self.name).expanduser()
+        base = str(own.resolve()) if own.exists() else self.name  # which programs in other folders find too
+        self.adapter.save(folder, base, {*self.modules, *self._experts})
 
 
 def adapted_model(weights: WeightLoader, adapter: object, merge: bool) -> Model:

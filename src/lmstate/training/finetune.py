@@ -119,7 +119,8 @@ class FineTuning:
     ) -> bool:
         """Make all steps, with a checkpoint after every `save_every` of them, and save the model.
 
-        Where `stop()` says so after a step, it ends with a checkpoint there. Returns whether all steps were made.
+        Where `stop()` says so after a step, it ends with a checkpoint there. Returns whether all steps were made. With
+        each checkpoint comes the adapter as it is then, if one is trained.
         """
         settings, step = self.settings, self.step
         for group in itertools.islice(self._groups(), step, settings.steps):
@@ -133,6 +134,8 @@ class FineTuning:
             stopped = not last and stop()
             if last or stopped or (save_every and self.step % save_every == 0):
                 self.save()
+                if isinstance(self.model, LoraModel) and not last:
+                    self.model.save_pretrained(self.folder)
             if stopped:
                 return False
         self.model.save_pretrained(self.folder)
@@ -250,6 +253,15 @@ def refuse_begun(folder: Path, resume: bool) -> None:
     """Raise `ModelError` for a folder with a checkpoint that is not to be resumed."""
     if not resume and any((folder / name).is_dir() for name in (CHECKPOINT, OLD)):
         raise ModelError(f"{folder} holds a training already: resume it, or choose another folder")
+
+
+def refuse_used(folder: Path) -> None:
+    """Raise `ModelError` for a folder that holds anything."""
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ModelError(
+            f"{folder} is not empty: choose another folder, or --force to write among what it holds, or --resume to go "
+            "on with a training in it"
+        )
 
 
 def _read(file: TensorFile, name: str, shape: torch.Size) -> Tensor:
