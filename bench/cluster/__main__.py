@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
+from bench.cluster.plan import show
 from bench.cluster.policies import POLICIES
 from bench.cluster.simulator import SPACE, Machine, Outcome, simulate
 from bench.cluster.work import Client, agents, one_shots
@@ -79,7 +80,12 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--case", action="append", help="only cases whose name has this in it; may be repeated")
     parser.add_argument("--decision", action="store_true", help="measure one decision at 16 replicas and 10,000 keys")
+    parser.add_argument("--plan", type=int, metavar="TURNS", help="sizes of a fleet, by agents of so many turns")
     options = parser.parse_args()
+    if options.plan:
+        for replicas in options.replicas:
+            show(replicas, options.plan)
+        return
     if options.decision:
         median, late = decision()
         print(f"one decision, 16 replicas, 10,000 keys: median {median * 1e6:.0f} us, p99 {late * 1e6:.0f} us")

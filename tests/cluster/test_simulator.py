@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from bench.cluster.plan import FleetPlan
 from bench.cluster.policies import POLICIES
 from bench.cluster.simulator import Machine, Outcome, simulate
 from bench.cluster.work import agents, one_shots
@@ -45,3 +46,15 @@ def test_a_run_is_the_same_each_time_and_adds_up(policy: str) -> None:
     assert told.requests == 300 and told.lost == 0
     assert 0 < told.new <= told.prompt_tokens == 300 * 1600
     assert told.computed >= told.new and replace(told, policy="") != told
+
+
+def test_a_plan_follows_from_the_counts() -> None:
+    told = play("by state", Machine(costs=STORE))
+    plan = FleetPlan("p", per_token=1000, fixed=500_000, sessions=7200, tokens=4000, turns=2.0, regions=2, replicas=10)
+    rows = dict(plan.rows(told, RouteCosts(read=1e-3)))
+    assert rows["state of a session"] == "4 MB" and rows["turns"] == "4 a second"
+    assert rows["states written to the store"] == f"{4 * (told.new / told.requests * 1000 + 5e5) / 1e9:.1f} GB a second"
+    assert rows["sessions of a lost region"] == "3,600"
+    assert rows["reading their tokens again"] == "48 minutes of all that are left"  # 3,600 x 4,000 x 1 ms over 5
+    with pytest.raises(ValueError, match="no request"):
+        plan.rows(replace(told, requests=0), STORE)
