@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,13 @@ from tests import real_model
 
 
 def smollm2() -> tuple[Any, Any]:
+    """A model that a test may change, and the tokenizer."""
+    model, tokenizer = read()
+    return copy.deepcopy(model), tokenizer
+
+
+@cache
+def read() -> tuple[Any, Any]:
     """Through our own reader: transformers' wants another package for it."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -22,11 +31,11 @@ def smollm2() -> tuple[Any, Any]:
     source = open_source(path)
     weights = WeightLoader(source, "float32")
     model = LlamaForCausalLM(LlamaConfig(**source.config)).eval()
-    read = {
+    tensors = {
         name: weights.linear(name).dequantize() if len(source.shape(name)) == 2 else weights.tensor(name)
         for name in source.names()
     }
-    missing, unexpected = model.load_state_dict(read, strict=False)
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}
     model.tie_weights()
     model.generation_config.eos_token_id = None
