@@ -239,3 +239,24 @@ def test_faults_name_their_line_and_lines_without_an_answer_are_told(tmp_path: P
     told: list[str] = []
     read = documents_of(file, eos=None, skipped=told.append)
     assert len(read) == 2 and len(told) == 1 and told[0].endswith("line 2")
+
+
+def test_lines_of_sharegpt_and_alpaca_are_chats(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    chats = [
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "s"},
+        {"instruction": "a", "input": "c", "output": "b"},
+        {"instruction": "a", "input": "", "output": "b"},
+    ]
+    data.write_text("\n".join(map(json.dumps, [*chats, {"conversations": [{"from": [], "value": "a"}]}])))
+    user, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    assert [entry.fields["messages"] for entry in read_entries(data)] == [
+        [{"role": "system", "content": "s"}, user, said],
+        [{"role": "user", "content": "a\n\nc"}, said],
+        [user, said],
+        [{"role": "[]", "content": "a"}],
+    ]
+    for wrong in ({"conversations": "a"}, {"conversations": [3]}, {"instruction": "a"}):
+        data.write_text(json.dumps(wrong))
+        with pytest.raises(ModelError, match="line 1"):
+            read_entries(data)

@@ -70,9 +70,9 @@ def finetune(
     """Train a model on documents, by default a LoRA adapter beside its weights.
 
     A line of DATA.jsonl is {"messages": [...]} (and "tools"), of which the assistant's answers are learned, {"prompt":
-    ..., "completion": ...} or {"text": ...}; a .txt is one document. Long documents are computed in chunks, with the
-    gradients of the whole. Ctrl-C ends with a checkpoint, from which --resume goes on.
-    The adapter in FOLDER is that of the newest checkpoint.
+    ..., "completion": ...}, {"text": ...}, or a line of ShareGPT or Alpaca; a .txt is one document. Long documents are
+    computed in chunks, with the gradients of the whole. Ctrl-C ends with a checkpoint, from which --resume goes on. The
+    adapter in FOLDER is that of the newest checkpoint.
 
     \b
     Examples:

@@ -18,6 +18,8 @@ MOST_LINE = 1 << 28
 """Bytes of a line."""
 TEXTS = (".txt", ".md")
 """Endings of files that are one document, whatever is in them."""
+SHAREGPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
+"""Roles of ShareGPT's conversations."""
 POOL = 256
 """Documents that are sorted by length together, so that few of a batch's tokens are padding."""
 
@@ -48,7 +50,9 @@ def read_entries(path: str | os.PathLike[str]) -> list[DocumentEntry]:
 
     `{"messages": [{"role": ..., "content": ...}, ...]}`: a chat, of which the assistant's answers are learned; with
     "tools" beside it, they go to the chat template. `{"prompt": ..., "completion": ...}`: the completion is learned.
-    `{"text": ...}`: all of it. Raises `ModelError` that names the line of what is none of these, `OSError`.
+    `{"text": ...}`: all of it. `{"conversations": [{"from": "human", "value": ...}, ...]}` (ShareGPT) and
+    `{"instruction": ..., "input": ..., "output": ...}` (Alpaca) are chats. Raises `ModelError` that names the line of
+    what is none of these, `OSError`.
     """
     name = str(path)
     if Path(path).suffix.lower() in TEXTS:
@@ -66,11 +70,29 @@ def read_entries(path: str | os.PathLike[str]) -> list[DocumentEntry]:
                 entry = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ModelError(f"{where} is not JSON ({error}); give one object per line, or a .txt") from None
+            entry = _as_messages(entry)
             _check(entry, where)
             entries.append(DocumentEntry(entry, where))
     if not entries:
         raise ModelError(f"{name} holds nothing to learn: it is empty")
     return entries
+
+
+def _as_messages(entry: Any) -> Any:
+    """A line of ShareGPT's or Alpaca's form as one with messages; any other as it is."""
+    if not isinstance(entry, dict) or entry.keys() & {"messages", "completion", "text"}:
+        return entry
+    if isinstance(turns := entry.get("conversations"), list) and all(isinstance(turn, dict) for turn in turns):
+        roles = [str(turn.get("from")) for turn in turns]
+        chat = [{"role": SHAREGPT.get(role, role), "content": turn.get("value")} for role, turn in zip(roles, turns)]
+    elif "instruction" in entry and "output" in entry:
+        asked = [entry["instruction"], entry.get("input")]
+        text = "\n\n".join(part for part in asked if isinstance(part, str) and part)
+        chat = [{"role": "user", "content": text}, {"role": "assistant", "content": entry["output"]}]
+    else:
+        return entry
+    system = [{"role": "system", "content": entry["system"]}] if entry.get("system") else []
+    return {"messages": [*system, *chat], "tools": entry.get("tools")}
 
 
 def _check(entry: Any, where: str) -> None:
