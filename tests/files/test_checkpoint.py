@@ -88,7 +88,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     (tmp_path / "x.txt").write_text("x")
     with pytest.raises(ModelError, match="neither"):
         open_source(tmp_path / "x.txt")
-    with pytest.raises(ModelError, match="incomplete"):
+    with pytest.raises(ModelError, match="a config and no weights"):
         open_source(directory(tmp_path / "m", {}))
 
 

@@ -139,7 +139,10 @@ class CheckpointFolder:
                     f"{self.path} has its weights as {pickles[0].name}, a pickle file, which can run code when loaded; "
                     f"lmstate reads safetensors only. Save the model again with transformers' save_pretrained"
                 )
-            raise ModelError(f"{self.path} has neither {SINGLE} nor {INDEX}; the download is incomplete")
+            raise ModelError(
+                f"{self.path} has a config and no weights, neither {SINGLE} nor {INDEX}: download these files too, or "
+                "save the model there with save_pretrained"
+            )
         index = read_object(self.path / INDEX).get("weight_map")
         if not isinstance(index, dict) or not index:
             raise ModelError(f"{self.path / INDEX} has no weight_map; it is damaged")
