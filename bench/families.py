@@ -57,7 +57,7 @@ LEFT_OUT = {
          "dory", "inkling2_loop_text", "inkling2_text", "inkling_text",
          "phi4_multimodal", "zamba"), NEXT),
 }  # fmt: skip
-WITH_SOURCE = "with a source, not in the engine"  # of modules whose models have an encoder
+WITH_SOURCE = "with a source"  # of modules whose models have an encoder
 ENCODERS = ("bart", "t5")
 # Types of wrappers, and of the same model under another name -> the family that runs them.
 LOADED_AS = {

@@ -93,8 +93,6 @@ def test_what_has_no_sources_yet_is_refused(model: lmstate.Model, tmp_path: Path
     with pytest.raises(lmstate.UnsupportedError, match="source"):
         model.new_state(1, capacity=20, static=True)
     with pytest.raises(lmstate.UnsupportedError, match="source"):
-        lmstate.Engine(model)
-    with pytest.raises(lmstate.UnsupportedError, match="source"):
         SnapshotFolder(tmp_path).save("one", conditioned(model).snapshot(0))
 
 

@@ -58,8 +58,9 @@ class EngineOptions:
 
     def engine(self, model: Model) -> Engine:
         from lmstate.engine import Engine
-        from lmstate.engine.options import default_rows
+        from lmstate.engine.options import default_rows, refuse_sources
 
+        refuse_sources(model)
         return Engine(
             model,
             rows=self.rows or default_rows(model.device),

@@ -28,11 +28,11 @@ class Admission:
             if self._free() <= 0:
                 return
             if isinstance(each, Preempted):
-                if not self._budget.fits(len(each.text) + CHECK_EVERY):
+                if not self._budget.fits(len(each.text) + CHECK_EVERY, each.job.pictured):
                     return
                 work.guarded(each.job, self._resume, each)
             elif not self._better_wait(each):
-                if not self._budget.fits(len(each.prompt)):
+                if not self._budget.fits(len(each.prompt), each.pictured):
                     return  # nobody overtakes it: with small ones before it, a large one might never start
                 work.waiting.discard(each)
                 work.guarded(each, self._start, each)

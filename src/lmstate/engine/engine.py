@@ -33,6 +33,7 @@ from lmstate.engine.options import (
     check_length,
     check_salt,
     read_prompt,
+    read_sourced,
 )
 from lmstate.engine.pace import Pace
 from lmstate.engine.prefix.picture import Prefix, picture, prefixes, resident
@@ -117,10 +118,10 @@ class Engine:
         if durable not in ("turn", "none"):
             raise ValueError(f"unknown durable={durable!r}; expected 'turn' or 'none'")
         state = model.new_state(kv=kv)
-        if state.conditioned:
+        if state.conditioned and not isinstance(draft, str | None):
             raise UnsupportedError(
-                f"an Engine was asked for with a {model.config.family} model, whose tokens read a source, and an "
-                "engine has no sources yet: use model.generate(source=...)"
+                f"a drafter was given for a {model.config.family} model, whose tokens read a source that the drafter "
+                "does not: leave it out, or give 'text'"
             )
         pace = Pace.bounded(max_itl, stall)
         memory, store_bytes = as_bytes(memory), as_bytes(store_bytes)
@@ -170,9 +171,10 @@ class Engine:
 
     def submit(
         self,
-        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | PicturePrompt,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | PicturePrompt | None = None,
         params: SamplingParams | None = None,
         *,
+        source: str | Sequence[int] | None = None,
         priority: int = 0,
         deadline: float | None = None,
         session: str | Session | None = None,
@@ -189,6 +191,9 @@ class Engine:
 
         params    a `lmstate.SamplingParams`. Its fields can be given by name too, and count before it:
                   `submit(prompt, max_new_tokens=20, temperature=0.7)`
+        source    what the tokens of a model with an encoder read: a text or ids. The prompt is then what the answer
+                  begins with, or None, as in `model.generate(prompt, source=source)`. The encoder reads it as one piece
+                  when the request is begun, and not again while the prefix store keeps what it made of it
         priority  larger ones first among those of a sender; one step is worth ten seconds of waiting
         deadline  seconds from now, after which it ends as it is
         session   a conversation, or its name, that the prompt goes on with: see `Session.send`
@@ -215,6 +220,10 @@ class Engine:
         params.check(self.model)
         terms = Terms(params, priority, deadline, itl, idempotency_key, salt, sender)
         told = answered_ids(answered, params, self.model)
+        if source is not None:
+            if session is not None:
+                raise ValueError("a session and a source were given, and sessions have no sources: leave one out")
+            prompt = read_sourced(self.model, source, prompt)
         if session is None:
             if idempotency_key is not None:
                 raise ValueError("an idempotency_key was given; it is for turns of a session")
@@ -271,9 +280,11 @@ class Engine:
     def _queued(
         self, prompt: PicturePrompt, terms: Terms, messages: Any, session: Session | None, told: list[list[int]]
     ) -> Request:
+        if self.model.start_id is not None and prompt.source is None:
+            raise ValueError(f"a {self.model.config.family} model reads a source: submit(source=...) gives it one")
         check_length(self.model, prompt.tokens)
         length = len(prompt.tokens) + max(map(len, told), default=0)
-        self._cost.refuse_too_long(length, self._reuse.memory, prompt.nbytes)
+        self._cost.refuse_too_long(length, self._reuse.memory, self._cost.beside(prompt))
         request = Request(prompt.tokens, self._wake, self._delivery, self._thinking_format)
         with self._changed:
             self.refuse_closed()
@@ -495,13 +506,14 @@ class Engine:
         return self._new_state(1).layout.rewind if self._reuse.prefixes.split.needs_carry else None
 
     def _decoded(self, ids: Sequence[int]) -> str:
-        """The text of ids, and of numbers of pictures among them."""
+        """The text of ids, and of numbers of pictures and sources among them."""
         decode = partial(self.model.tokenizer.decode, skip_special_tokens=False) if self.model.has_tokenizer else None
         shown = []
         for pictured, part in groupby(ids, key=lambda id: id >= PICTURED):
             own = list(part)
             text = " ".join(map(str, own)) if decode is None else decode(own)
-            shown.append(f"[{len(own)} positions of a picture]" if pictured else text)
+            other = "[a source]" if self.model.start_id is not None else f"[{len(own)} positions of a picture]"
+            shown.append(other if pictured else text)
         return "".join(shown)
 
     def drain(self, seconds: float = 0.0) -> bool:

@@ -16,16 +16,19 @@ if TYPE_CHECKING:
     from lmstate.engine.workload import Workload
     from lmstate.models.model import Model
     from lmstate.state import Snapshot
+    from lmstate.vision.reader import PicturePrompt
 
 CHECK_EVERY = 16  # steps between two looks at the bytes of rows that are far from the budget
 
 
 @dataclass(frozen=True)
 class RowCost:
-    """Bytes of a row: `fixed` ones (carries, logits), and those of each token (keys, values, latents), in blocks."""
+    """Bytes of a row: `fixed` ones (carries, logits), those of each token (keys, values, latents), in blocks, and those
+    of each token of its source."""
 
     fixed: int
     per_token: float
+    per_source: float = 0.0
 
     @staticmethod
     def of(model: Model, new_state: Callable[[], State]) -> RowCost:
@@ -33,15 +36,25 @@ class RowCost:
 
         def reserved(tokens: int) -> int:
             state = new_state()
+            if state.conditioned:
+                state.condition(0, [0])
             state.plan([[0] * tokens])
             return nbytes(state) + sum(layer.nbytes_to_come() for layer in state.layers)
 
+        state, per_source = new_state(), 0.0
+        if state.conditioned:
+            state.condition(0, [0])
+            per_source = nbytes(state) / BLOCK_TOKENS
         shorter, longer = reserved(BLOCK_TOKENS), reserved(2 * BLOCK_TOKENS)
         per_token = (longer - shorter) / BLOCK_TOKENS
-        return RowCost(int(shorter - BLOCK_TOKENS * per_token) + 4 * model.config.vocab_size, per_token)
+        return RowCost(int(shorter - BLOCK_TOKENS * per_token) + 4 * model.config.vocab_size, per_token, per_source)
 
     def __call__(self, tokens: int) -> int:
         return self.fixed + int(self.per_token * BLOCK_TOKENS * -(-tokens // BLOCK_TOKENS))
+
+    def beside(self, prompt: PicturePrompt) -> int:
+        """Bytes that a prompt takes beside its tokens: pictures, and keys and values of its source."""
+        return prompt.nbytes + int(self.per_source * len(prompt.source or ()))
 
     def refuse_too_little(self, memory: int) -> None:
         """Raises CapacityError for memory that not even the shortest prompt would have room in."""
@@ -52,7 +65,7 @@ class RowCost:
             )
 
     def refuse_too_long(self, tokens: int, memory: int, beside: int = 0) -> None:
-        """Raises CapacityError for a prompt, with `beside` bytes of pictures, that could not be read by itself."""
+        """Raises CapacityError for a prompt that could not be read by itself. `beside`: see `RowCost.beside`."""
         if (need := self(tokens) + beside) > memory:
             raise too_large(tokens, need, memory)
 
@@ -80,12 +93,16 @@ class MemoryBudget:
     def working(self) -> bool:
         return bool(self._work.jobs or self._work.readers())
 
-    def fits(self, tokens: int) -> bool:
-        """Whether a row of so many tokens has room beside the others. One that is alone may always try."""
+    def fits(self, tokens: int, prompt: PicturePrompt) -> bool:
+        """Whether a row of so many tokens, a prompt's and more, has room beside the others.
+
+        One that is alone may always try.
+        """
         if not self.working():
             return True
         promised = sum(self._cost(len(reader.text)) - self._cost(reader.at) for reader in self._work.readers())
-        return self._work.row_bytes() + promised + self._cost(tokens) <= self._reuse.memory
+        coming = self._cost(tokens) + self._cost.beside(prompt)
+        return self._work.row_bytes() + promised + coming <= self._reuse.memory
 
     def room(self) -> int:
         """Number of tokens that there was room for when the rows were last looked at; bytes if none takes any."""

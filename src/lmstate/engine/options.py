@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from lmstate.errors import UnsupportedError
 from lmstate.generation.params import SamplingParams, check_token
-from lmstate.generation.prompts import are_messages, as_token_lists
+from lmstate.generation.prompts import are_messages, as_token_lists, read_sources
 from lmstate.state.validate import token_ids, whole_number
 from lmstate.threads import available
 from lmstate.vision.reader import PicturePrompt, named, pictures_of
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     import torch
 
     from lmstate.engine.serving import ServingModel
+    from lmstate.language_model import LanguageModel
+    from lmstate.models.model import Model
     from lmstate.text.replay import Replay
 
 MAX_SALT = 128  # characters
@@ -42,6 +45,26 @@ def read_prompt(model: ServingModel, prompt: Any, replay: Replay, salt: str = ""
     for token in read.tokens:
         check_token(token, "the prompt", model.config.vocab_size)
     return read
+
+
+def read_sourced(model: LanguageModel, source: Any, prompt: Any) -> PicturePrompt:
+    """The ids of a source, and of what the answer begins with. Raises as `read_sources`, ValueError for several."""
+    sources, prompts, single = read_sources(model, source, prompt)
+    if not single:
+        raise ValueError(f"submit takes one source, and this is a list of {len(sources)}: submit each by itself")
+    ids = token_ids(sources[0], "the source", model.config.vocab_size)
+    if not ids:
+        raise ValueError("the source has no tokens: there is nothing to read")
+    return PicturePrompt(prompts[0], source=tuple(ids))
+
+
+def refuse_sources(model: Model) -> None:
+    """Raise UnsupportedError for a model with an encoder, where requests have no sources."""
+    if model.start_id is not None:
+        raise UnsupportedError(
+            f"a server was asked for with a {model.config.family} model, whose tokens read a source, and a server's "
+            "requests have none: use lmstate generate --source, or Engine.submit(source=...)"
+        )
 
 
 def prompt_ids(model: ServingModel, prompt: Any, replay: Replay, salt: str = "") -> list[int]:

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from lmstate.engine.job import Job
 from lmstate.engine.pace import Pace
 from lmstate.engine.prefix import Match, PrefixStore
-from lmstate.engine.prefix.parts import Split
+from lmstate.engine.prefix.parts import ANYWHERE, Split
 from lmstate.engine.request import Request
 from lmstate.engine.results import Reuse
 from lmstate.engine.tiers import Tier
@@ -197,7 +197,8 @@ class PrefixReuse:
 
     def _worth_keeping(self, prompt: list[int], match: Match) -> set[int]:
         """Positions to cut a prompt at and store carries of: later requests may continue from each."""
-        if not self.prefixes.split.needs_carry:
+        split = self.prefixes.split
+        if not split.needs_carry or split.slack == ANYWHERE:
             return set()
         new = enumerate(prompt[match.length :], match.length + 1)
         ends = [at for at, token in new if token in self._model.eos_ids]
@@ -229,7 +230,8 @@ def _of_text(stored: Snapshot, length: int, prompt: PicturePrompt) -> Snapshot:
     """
     count = len(stored.tokens)
     tokens = (*prompt.tokens[:count], *[0] * (count - len(prompt.tokens)))
-    return replace(stored, tokens=tokens, media=tuple(span for span in prompt.media if span.at < length))
+    media = tuple(span for span in prompt.media if span.at < length)
+    return replace(stored, tokens=tokens, media=media, source=prompt.source)
 
 
 def _thinned(ends: list[int], length: int) -> list[int]:

@@ -86,21 +86,29 @@ def with_source(
     A prompt is what the answer begins with, behind the model's own first token; None: nothing. Raises
     `UnsupportedError` for a model without an encoder.
     """
+    sources, prompts, single = read_sources(model, source, prompt)
+    state = model.new_state(rows=len(sources)) if state is None else state
+    if len(sources) != state.rows:
+        raise ValueError(f"{len(sources)} source(s) for a state of {state.rows} row(s): give one for every row")
+    for row, ids in enumerate(sources):
+        state.condition(row, ids)
+    return state, prompts, single
+
+
+def read_sources(
+    model: LanguageModel, source: Prompt, prompt: Prompt | None
+) -> tuple[list[list[int]], list[list[int]], bool]:
+    """The ids of sources, those of the prompt of each, and whether there is a single one: see `with_source`."""
     tokenizer = model.tokenizer if model.has_tokenizer else None
     if model.start_id is None:
         raise UnsupportedError("a source was given, and the model has no encoder: put its text in the prompt")
     sources, single = as_token_lists(tokenizer, source, None)
-    state = model.new_state(rows=len(sources)) if state is None else state
-    if len(sources) != state.rows:
-        raise ValueError(f"{len(sources)} source(s) for a state of {state.rows} row(s): give one for every row")
     begins: list[list[int]] = [[] for _ in sources]
     if prompt is not None:
-        begins, _ = as_token_lists(tokenizer, prompt, state, begun=True)
+        begins, _ = as_token_lists(tokenizer, prompt, None, begun=True)
     if len(begins) != len(sources):
         raise ValueError(f"{len(begins)} prompt(s) for {len(sources)} source(s): give as many, or none")
-    for row, ids in enumerate(sources):
-        state.condition(row, ids)
-    return state, [[model.start_id, *ids] for ids in begins], single
+    return sources, [[model.start_id, *ids] for ids in begins], single
 
 
 def _are_ids(value: Any) -> bool:

@@ -17,7 +17,7 @@ from lmstate.state.validate import whole_number
 
 AXES = 3  # of positions: time, height, width
 FARTHEST = 2**31  # a position on an axis lies below
-PICTURED = 2**62  # `identities` of positions of pictures are as large or larger, token ids are not
+PICTURED = 2**62  # `identities` of positions of pictures, and of sources, are as large or larger, token ids are not
 
 
 @dataclass(frozen=True)
@@ -148,13 +148,17 @@ def axis_positions(spans: Spans, start: int, stop: int) -> Tensor:
     return out
 
 
-def identities(tokens: Sequence[int], spans: Spans) -> list[int]:
+def identities(tokens: Sequence[int], spans: Spans, source: Sequence[int] | None = None) -> list[int]:
     """The tokens of a row, with a number of the picture's own, above any id, at each position of one.
 
     The number of a position depends on the picture's hash and on the place in it: as many as a picture has positions
-    must agree for another one to be taken for it.
+    must agree for another one to be taken for it. In a row that reads a source, such a number of the source and of the
+    token stands in place of the first one.
     """
     ids = list(tokens)
+    if source and ids:
+        digest = hashlib.sha256(f"source {ids[0]} {list(source)}".encode()).digest()
+        ids[0] = PICTURED | int.from_bytes(digest[:8], "big") >> 2
     for span in within(spans, 0, len(ids)):
         stop = min(span.end, len(ids))
         ids[span.at : stop] = span.media.numbers[: stop - span.at]

@@ -126,7 +126,7 @@ class Snapshot:
     @property
     def identities(self) -> list[int]:
         """Its tokens, with numbers of a picture's content where one stands: texts that are alike in them are alike."""
-        return identities(self.tokens, self.media)
+        return identities(self.tokens, self.media, self.source)
 
     def as_row(self, vocab_size: int, device: torch.device) -> Row:
         """The record of the row apart from its layers, in tensors of its own.

@@ -31,14 +31,20 @@ MOST_PIXELS = 2**27  # of all of them together
 
 @dataclass(frozen=True)
 class PicturePrompt:
-    """The tokens of a conversation, and its pictures where they stand among them. `seconds`: that the tower took."""
+    """The tokens of a prompt, and its pictures where they stand among them. `seconds`: that the tower took.
+
+    `source`: the ids that its tokens read, of a model with an encoder.
+    """
 
     tokens: list[int]
     media: tuple[MediaSpan, ...] = ()
     seconds: float = field(default=0.0, compare=False)
+    source: tuple[int, ...] | None = None
 
     def place(self, state: State, row: int = 0) -> None:
-        """Announce its pictures behind the tokens of a row, which `tokens` are then fed to."""
+        """Announce its pictures behind the tokens of a row, which `tokens` are then fed to; with its source, if any."""
+        if self.source is not None:
+            state.condition(row, self.source)
         start = state.lengths[row]
         for span in self.media:
             state.place(row, start + span.at, span.media)
@@ -49,7 +55,7 @@ class PicturePrompt:
     @property
     def identities(self) -> list[int]:
         """Its tokens, with numbers of a picture's content where one stands."""
-        return identities(self.tokens, self.media)
+        return identities(self.tokens, self.media, self.source)
 
     @property
     def nbytes(self) -> int:

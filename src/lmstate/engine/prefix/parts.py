@@ -16,6 +16,7 @@ from lmstate.state.layers.composite import CompositeState
 from lmstate.state.layers.slots import SlotState
 
 Layers = tuple[Mapping[str, Tensor], ...]
+ANYWHERE = 2**31  # positions: more than a row has
 Slots: TypeAlias = "SlotState | tuple[Slots, ...] | None"
 """The part of a layer that has one entry a token: all, or parts of its members; None for nothing."""
 
@@ -25,7 +26,8 @@ class Split:
     """Partition of a kind of state's snapshots into per-token tensors and carries.
 
     A tensor that holds one entry a token, `[..., S, D]` (keys, values, latents), is cut between any two tokens. All
-    others (windows, convolution tails, recurrent carries, policies that forget) are a *carry*: of use at its position.
+    others (windows, convolution tails, recurrent carries, policies that forget) are a *carry*: of use at its position,
+    and keys and values of a source at any.
     """
 
     per_token: tuple[Slots, ...]  # of each layer
@@ -37,12 +39,14 @@ class Split:
     def of(state: State) -> Split:
         kept = [part for layer in state.layers for part in layer.leaves() if not _cuttable(part)]
         kept = [part for part in kept if part.kind != "shared"]
-        windows = all(isinstance(part, SlotState) for part in kept)
+        moving = [part for part in kept if not part.conditioned]  # which tokens change
+        windows = all(isinstance(part, SlotState) for part in moving)
+        slack = state.layout.rewind if windows else 0
         return Split(
             tuple(map(_slots, state.layers)),
             bool(kept),
             min((part.kind for part in kept), default=None),
-            state.layout.rewind if windows else 0,
+            slack if moving else ANYWHERE,
         )
 
     def run(self, snapshot: Snapshot, start: int, stop: int) -> Layers:
@@ -114,7 +118,7 @@ def _slots(layer: LayerState) -> Slots:
 
 
 def _cuttable(part: LayerState) -> bool:
-    return isinstance(part, SlotState) and part.window_span is None
+    return isinstance(part, SlotState) and part.window_span is None and not part.conditioned
 
 
 def _run(layer: Mapping[str, Tensor], slots: Slots, start: int, stop: int) -> Mapping[str, Tensor]:
