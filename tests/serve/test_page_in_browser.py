@@ -19,6 +19,7 @@ from lmstate.engine.tiers.folder import RECORDS
 from lmstate.engine.tiers.sqlite_records import inflate
 from lmstate.serve import Settings
 from lmstate.serve.conversations import keeper
+from tests.cluster.helpers import fleet
 from tests.serve.browser import Visit, needs_chromium
 from tests.serve.running import Running, running, save_tiny, standing_still
 from tests.serve.test_behavior import command, held
@@ -250,6 +251,22 @@ def test_what_is_refused_says_what_to_do_and_keeps_the_text(browser: Any, tiny_m
         visit.page.press("#text", "Enter")
         visit.ended(1)
         assert not visit.page.is_visible("#problem")
+    context.close()
+
+
+def test_the_settings_show_the_replicas(browser: Any, tiny_model: lmstate.Model) -> None:
+    """The facts of `lmstate cluster status`, of one engine and of a front."""
+    context = browser.new_context()
+    settings = Settings("tiny", port=0)
+    with (
+        fleet(Engine(tiny_model), Engine(tiny_model), tokenizer=tiny_model.tokenizer) as (cluster, _),
+        running(cluster.front, settings) as server,
+    ):
+        page = Visit(context, server.url).page
+        page.keyboard.press("Alt+Comma")
+        page.wait_for_selector("text=The replicas")
+        shown = page.inner_text("#panel")
+        assert shown.count("0 waiting, 0 reading, 0 answering") == 2 and shown.count("none yet") == 2
     context.close()
 
 

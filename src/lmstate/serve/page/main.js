@@ -4,7 +4,7 @@ import { follow, get, post } from "./api.js";
 import { Conversation } from "./conversation.js";
 import { announce, ask, byId, el, hide, showText } from "./dom.js";
 import { Pane } from "./messages.js";
-import { keepSettings, settingsPanel, statePanel, tokensPanel, treePanel } from "./panels.js";
+import { keepSettings, replicaParts, settingsPanel, statePanel, tokensPanel, treePanel } from "./panels.js";
 import { showList, walk } from "./side.js";
 
 let conversation = null, unfollow = () => {}, about = null, panel = null, asked = 0, due = false, wasRunning = null, mapped = "", fading = 0;
@@ -140,6 +140,7 @@ async function drawPanel(focus = false) {
         if (!conversation) await begin(settings);
         else await keepSettings(conversation, settings);
       });
+      parts.push(...replicaParts((await get("/v1/replicas")).data));
     } else if (!conversation) parts = [el("p", { class: "quiet" }, "No conversation yet.")];
     else if (panel === "tree") parts = treePanel(conversation, (node) => (node ? goTo(node.role === "user" ? conversation.end(node.id) : node.id) : undo()));
     else if (panel === "state") parts = await statePanel(conversation, actions.goTo);

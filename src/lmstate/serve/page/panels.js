@@ -196,4 +196,16 @@ export function settingsPanel(conversation, about, saved) {
     el("dl", {}, ...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, `${value}`)]))];
 }
 
+/** The engines behind the server, as `lmstate cluster status` shows them. */
+export function replicaParts(replicas) {
+  const work = (one) => `${one.waiting} waiting, ${one.reading} reading, ${one.answering} answering`;
+  return [el("h3", {}, replicas.length === 1 ? "The engine" : "The replicas"), ...replicas.map((one) => pairs(
+    ["Replica", `${one.rank}${one.takes ? "" : ", takes no requests"}`],
+    ["Requests", work(one)],
+    ["Sessions", one.sessions],
+    ["Prompt tokens reused", one.hit_rate === null ? "none yet" : `${Math.round(100 * one.hit_rate)} %`],
+    ["A prompt would wait", one.first_token === null ? "not known" : `${one.first_token.toFixed(1)} s`],
+  ))];
+}
+
 export const keepSettings = (conversation, settings) => post(conversation.root, { settings });
