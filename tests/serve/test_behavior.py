@@ -519,6 +519,30 @@ def test_a_reader_that_takes_nothing_is_dropped_and_holds_up_nobody(engine: Engi
         assert "cancelled" in request.result(600).finished
 
 
+def test_forty_readers_that_do_not_read_keep_no_chat_waiting(tiny_model: lmstate.Model) -> None:
+    body = {**LONG, "max_tokens": 100, "logprobs": True, "top_logprobs": 20}  # more than the system's buffers take
+    settings = replace(BASE, write_timeout=GUARD, max_unread=8)
+    with Engine(tiny_model, rows=8) as engine, running(engine, settings) as server, server.client() as client:
+        for listening in server.server.servers[0].sockets:  # those of its connections have as small buffers
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with contextlib.ExitStack() as readers:
+            slow = [readers.enter_context(asking(server, "/v1/chat/completions", body, 4096)) for _ in range(40)]
+            wait_until(lambda: engine.stats()["rested"] >= 40)
+            assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
+            said = engine.stats()
+            assert said["set_aside"] == 40 and said["decoding"] == 0
+            request = next(iter(server.server.service.running))
+            assert not request.done
+            read = b""
+            while b"[DONE]" not in read:
+                read += slow[0].recv(2**20)
+        whole = client.post("/v1/chat/completions", json={**body, "stream": False}).json()["choices"][0]
+        told = [
+            one["choices"][0]["delta"] for _, one in events(read.decode().partition("\r\n\r\n")[2]) if one != "[DONE]"
+        ]
+        assert "".join(delta.get("content") or "" for delta in told) == whole["message"]["content"]
+
+
 def test_an_answer_that_is_not_taken_is_dropped(engine: Engine) -> None:
     settings = replace(BASE, write_timeout=2.0, keep_alive=1)
     with running(engine, settings) as server, server.client() as client:

@@ -23,7 +23,8 @@ class Admission:
         work = self._work
         if self._free() <= 0 or not (len(work.waiting) or work.preempted) or (work.crowded and self._budget.working()):
             return
-        waiting: list[Reader] = [*(each for each in work.preempted if not each.reading), *work.waiting.jobs()]
+        asides = [each for each in work.preempted if not (each.reading or each.job.request.rests())]
+        waiting: list[Reader] = [*asides, *work.waiting.jobs()]
         for each in work.in_turn(waiting):
             if self._free() <= 0:
                 return

@@ -15,7 +15,6 @@ from lmstate.state import State
 if TYPE_CHECKING:
     from lmstate.engine.workload import Workload
     from lmstate.models.model import Model
-    from lmstate.state import Snapshot
     from lmstate.vision.reader import PicturePrompt
 
 CHECK_EVERY = 16  # steps between two looks at the bytes of rows that are far from the budget
@@ -155,7 +154,8 @@ class MemoryBudget:
             work.unseat(job)
             job.begin_again()
             work.waiting.put_back(job)
-            self._keep_if(kept, job)
+            if kept is not None:
+                work.keep(kept, job)
         elif isinstance(what, Preempted):
             work.unseat(what)
             what.set_aside()
@@ -163,18 +163,10 @@ class MemoryBudget:
             work.preempted += [Preempted.of(job, choice) for choice in job.unseated]
             job.unseated, job.source = [], None
         else:
-            work.preempted.append(Preempted.of(job, what))
-            del work.jobs[what]
-            kept = work.pool.snapshot(what)
-            work.pool.leave(what)
-            self._keep_if(kept, job)
+            work.set_aside(what, job)
         work.counts["preempted"] += 1
         work.crowded = True
         return True
-
-    def _keep_if(self, snapshot: Snapshot | None, job: Job) -> None:
-        if snapshot is not None:
-            self._work.keep(snapshot, job)
 
     def _end_too_large(self, job: Job, what: AnswerRow | Preempted | None) -> None:
         """A request that is alone, and has no room: it ends with what it has."""

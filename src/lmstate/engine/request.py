@@ -35,6 +35,10 @@ class Request:
         self.computed = 0  # tokens of the prompt, reused ones included; the engine counts
         self.reused: int | None = None  # tokens of the prompt that were not computed again; None before it is begun
         self.end_of_thinking: ThinkingFormat | None = None  # set where the section is to end now
+        # Pieces that who iterates may leave unread before the answers rest; None: any number.
+        self.max_unread: int | None = None
+        self._read: int | None = None  # pieces that were iterated over; None before anybody iterates
+        self._resting = False
         self._wake, self._delivery, self._thinking = wake, delivery, thinking
         self._changed = Condition()
         # Who waits for the end alone is not woken at each token: the engine's thread would wait for the interpreter.
@@ -102,7 +106,7 @@ class Request:
         return self.wait().__await__()
 
     def __iter__(self) -> Iterator[Piece]:
-        at = 0
+        at = self._taken(0)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda at=at: len(self._pieces) > at or self.done)  # type: ignore[misc]
@@ -110,11 +114,12 @@ class Request:
             if not new:
                 self._outcome()
                 return
-            yield from new
-            at += len(new)
+            for piece in new:
+                yield piece
+                at = self._taken(at + 1)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        at = 0
+        at = self._taken(0)
         while True:
             await self._until(lambda at=at: len(self._pieces) > at)  # type: ignore[misc]
             new = self._pieces[at:]
@@ -123,9 +128,16 @@ class Request:
                 return
             for piece in new:
                 yield piece
-            at += len(new)
+                at = self._taken(at + 1)
 
     # ---- for the engine
+
+    def rests(self) -> bool:
+        """Whether its reader is too far behind, until it has read half of what may be. For the engine's thread."""
+        if self.max_unread is None or self._read is None:
+            return False
+        self._resting = len(self._pieces) - self._read > (self.max_unread // 2 if self._resting else self.max_unread)
+        return self._resting
 
     def begin(self, reused: int) -> None:
         """Its prompt is read from now on, so many of its tokens known."""
@@ -184,6 +196,12 @@ class Request:
         self._tell_reader()
 
     # ---- the parts of it
+
+    def _taken(self, count: int) -> int:
+        self._read = count
+        if self._resting:
+            self._wake()
+        return count
 
     def _tell_reader(self) -> None:
         with self._following:

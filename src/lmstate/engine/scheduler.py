@@ -37,6 +37,7 @@ class Scheduler:
         work, prefill = self._work, self._prefill
         try:
             work.end_early()
+            work.rest()
             prefill.seat()
             self._admission.admit()
             work.delivery.deliver()  # how much of a prompt is reused is known before it is read
@@ -50,7 +51,7 @@ class Scheduler:
                 work.fail(job, error)
         finally:
             work.delivery.deliver()
-        return bool(work.reading or work.answering)
+        return bool(work.reading) or any(not job.request.rests() for job in work.answering)
 
     def load(self) -> Load:
         """For any thread, and without a lock: numbers of the same moment, or nearly so."""

@@ -16,6 +16,8 @@ def turns(jobs: Iterable[Job]) -> Mapping[Job, Turn]:
 
     A request's turn is the number of answers that its sender wants before it, by rank. So a sender with few requests
     is served before the later ones of a sender with many, and rows are shared evenly between senders who have work.
+    Answers that rest, because nobody reads them, do not count.
+
     Between equal numbers the sender that has waited longest since one of its requests ended comes first: with fewer
     rows than senders each gets one in its turn, however many others come.
     """
@@ -23,7 +25,8 @@ def turns(jobs: Iterable[Job]) -> Mapping[Job, Turn]:
     places: dict[Job, Turn] = {}
     for job in sorted(jobs, key=lambda job: job.rank):
         places[job] = (ahead[job.sender], job.rank_since)
-        ahead[job.sender] += job.params.n
+        if not job.request.rests():
+            ahead[job.sender] += job.params.n
     return places
 
 

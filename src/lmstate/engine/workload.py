@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 COUNTERS = (
     "requests", "finished", "failed", "prompt_tokens", "reused_tokens", "computed_tokens", "generated_tokens",
-    "preempted", "pictures", "picture_seconds",
+    "preempted", "rested", "pictures", "picture_seconds",
 )  # fmt: skip
 
 Arguments = TypeVarTuple("Arguments")
@@ -126,6 +126,25 @@ class Workload:
         finally:  # a row without a choice would never be given to another one
             self.pool.leave(choice)
             self.crowded = False
+
+    def set_aside(self, choice: AnswerRow, job: Job) -> None:
+        """Take the row of an answer back, which goes on later; what it computed is kept if there is room for it."""
+        self.preempted.append(Preempted.of(job, choice))
+        del self.jobs[choice]
+        kept = self.pool.snapshot(choice)
+        self.pool.leave(choice)
+        self.keep(kept, job)
+
+    def rest(self) -> None:
+        """Take the rows of answers back that nobody reads: they go on once their readers have caught up."""
+        for choice, job in list(self.jobs.items()):
+            if choice in self.jobs and job.request.rests():
+                self.guarded(job, self._rest, choice, job)
+
+    def _rest(self, choice: AnswerRow, job: Job) -> None:
+        self.set_aside(choice, job)
+        self.counts["rested"] += 1
+        self.crowded = False
 
     def unseat(self, reader: Reader) -> None:
         """Take the row of a text back, if it has one."""

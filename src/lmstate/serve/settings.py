@@ -36,6 +36,7 @@ class Settings:
     keep_alive: int = 30  # a connection with no request is closed
     body_timeout: float = 60.0
     write_timeout: float = 60.0  # a reader that takes nothing for so long is gone
+    max_unread: int = 256  # pieces of an answer, a token or a few each, that wait for a slow reader before it rests
     request_timeout: float | None = None
     ping_interval: float = 10.0
     drain: float = 20.0  # how long streams may go on after SIGTERM

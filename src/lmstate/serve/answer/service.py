@@ -176,6 +176,7 @@ class Service:
             raise as_api_error(error) from None
         except ValueError as error:
             raise ApiError(str(error)) from None
+        request.max_unread = self.settings.max_unread
         self.running.add(request)
         if (made := submitted.get()) is not None:
             made.append(request)
