@@ -18,8 +18,8 @@ NEGATED = r"(?<!\bthere )(?<!\bThere )\b(is|are|was|were) (no|none)\b(?! (longer
 PHRASES = {
     r"\b(nobody|somebody|whoever|nowhere)\b": (STRINGS, PAGES),
     NEGATED: (STRINGS, PAGES),
-    r"\bis what\b": (STRINGS, PAGES),
-    r"\banew\b": (STRINGS, PAGES),
+    r"\bis what\b": (STRINGS, DOCSTRINGS, PAGES),
+    r"\banew\b": (STRINGS, DOCSTRINGS, PAGES),
 }
 """What is not written, and the kinds of text in which it is not: a kind is added once it has none left."""
 MAX_WORDS = {PAGES: 45}

@@ -1,4 +1,4 @@
-"""Folders and files that other users of the machine cannot read: what the engine keeps is what people wrote."""
+"""Folders and files that other users of the machine cannot read, since the engine keeps what people wrote."""
 
 from __future__ import annotations
 

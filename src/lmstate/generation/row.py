@@ -245,7 +245,7 @@ class AnswerRow:
     # ---- going on
 
     def replay(self, tokens: Sequence[int]) -> None:
-        """Take the tokens that this answer began with elsewhere: what comes next is what came next there.
+        """Take the tokens that this answer began with elsewhere: it goes on as it did there.
 
         Each uses up what it used up there: a random number, its place in the grammar and in the thinking section. The
         last one is to be read. Raises StateError for tokens that cannot be this answer's.

@@ -2,9 +2,9 @@
 
 Conventions. Shapes: R rows, T new tokens, H heads, D their width, S slots. Steps are ragged: `counts` int64 `[R]` says
 how many of a row's T tokens are real; those behind them are padding, whose content is never read, which leaves carries
-and stored keys alone, and whose outputs are finite. A carry is float32, returned anew and not written; with a float64
-one all is computed in float64, which is how references check gradients and the native bodies. `lmstate.ops.cpu` checks
-shapes, dtypes and layouts before it calls C, which trusts its pointers.
+and stored keys alone, and whose outputs are finite. A carry is float32, returned as a new tensor and not
+written; with a float64 one all is computed in float64, which is how references check gradients and the native bodies.
+`lmstate.ops.cpu` checks shapes, dtypes and layouts before it calls C, which trusts its pointers.
 """
 
 from lmstate.ops import fork as _fork  # noqa: F401 - registers what a forked child does

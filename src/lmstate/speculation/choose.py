@@ -43,7 +43,7 @@ def make_speculator(
 
 
 def _heads_drafter(draft: DraftChoice, model: LanguageModel, state: State | None) -> Drafter | None:
-    """A drafter with the model's own heads, where that is what `draft` stands for."""
+    """A drafter with the model's own heads, if `draft` asks for them."""
     if draft not in ("auto", "heads") or state is None or not isinstance(model, HeadedModel):
         return None
     if draft == "heads":

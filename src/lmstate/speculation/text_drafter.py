@@ -34,7 +34,7 @@ class TextDrafter:
         self._corpus.remember(text)
 
     def forget(self, row: int) -> None:
-        """Drop a row's text: the row has ended, or begins anew."""
+        """Drop a row's text: the row has ended, or begins again."""
         self._rows.pop(row, None)
 
     def observe(self, rows: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:

@@ -118,7 +118,7 @@ def _settings(metadata: Config, tokens: tuple[str, ...], notes: list[str]) -> di
 
 
 def _types(metadata: Config, tokens: tuple[str, ...], vocabulary: dict[str, int]) -> list[int]:
-    """The type of each token. What ends a turn is a control token whatever its type, and so is what is written as one.
+    """The type of each token. Tokens that end a turn, or look like control tokens, count as control tokens.
 
     In a file without types, so are the special tokens that it names.
     """

@@ -49,7 +49,7 @@ class Replaced:
 class ChatConversation:
     """Messages, and a state that holds as many of their tokens as the model has seen.
 
-    The rendered template of all messages is what the state ought to hold. Before each answer the two are compared token
+    The state ought to hold the rendered template of all messages. Before each answer the two are compared token
     by token: the state is rewound to where they part, and the rest is fed. That is right for every template, also one
     that rewrites earlier turns, and costs nothing for one that only appends.
     """
@@ -96,7 +96,7 @@ class ChatConversation:
         self.draft = self._make_drafter()
 
     def set_system(self, text: str) -> None:
-        """Put a system message at the beginning, in the place of one that is there. The next answer reads all anew."""
+        """Put a system message at the beginning, in the place of one that is there. The next answer reads all again."""
         self.system = text
         rest = self.messages[1:] if self.messages and self.messages[0]["role"] == "system" else self.messages
         self.messages = [{"role": "system", "content": text}, *rest]

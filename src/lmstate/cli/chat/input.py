@@ -34,7 +34,7 @@ Complete = Callable[[str], list[str]]
 
 
 def read(complete: Complete = lambda begun: []) -> Typed | None:
-    """The next message; None at the end. Ctrl-C forgets what was begun and begins anew, twice in a row leaves."""
+    """The next message; None at the end. Ctrl-C forgets what was begun and begins again, twice in a row leaves."""
     if not sys.stdin.isatty():
         return _message()
     marked = _edit_lines(complete)

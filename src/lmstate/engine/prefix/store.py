@@ -38,8 +38,8 @@ class PrefixStore:
     """A tree for each `Snapshot.frequency_key` and salt. `limit` is in bytes, of everything held in memory.
 
     What a text agrees with is reused at any token where layers keep an entry a token, else at the carries that were
-    kept. What goes first is what saves the least seconds a byte, the longer nobody asked for it the less; what a pinned
-    text needs goes last, and only for rows that have no other room.
+    kept. Evicts the lowest seconds saved per byte first, discounted by idle time. The needs of a pinned text go last,
+    and only for rows that have no other room.
     A text finds what was kept under its own salt alone.
     """
 
@@ -362,7 +362,7 @@ class PrefixStore:
     # ---- the tier
 
     def _refuse(self, key: str) -> None:
-        """Forget what was read and is no good: it is written anew when it was computed anew."""
+        """Forget what was read and is damaged: it is written again once it was computed again."""
         self.forget_stored([key])
         if self.tier is not None:
             self.tier.refuse(key)

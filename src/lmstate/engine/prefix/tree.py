@@ -38,9 +38,9 @@ class Stored:
 
 @dataclass(eq=False)
 class Node:
-    """`tokens` follow the parent's. `run` is what they left, `carry` what was known after the last of them.
+    """`tokens` follow the parent's. `run` has the entries they left, `carry` what was known after the last of them.
 
-    Either may be in memory, in a tier outside (`stored_run`, `stored_carry`), in both, or nowhere.
+    Either may be in memory, in a tier outside (`stored_run`, `stored_carry`), in both, or in neither.
     """
 
     tokens: array[int]

@@ -171,7 +171,7 @@ class Tier(ABC):
             raise SnapshotError(f"it is larger than the {self.most_read} bytes that there are for it")
 
     def refuse(self, key: str) -> None:
-        """Have an entry that is no good count as gone, so that `put` writes it anew."""
+        """Have an entry that is damaged count as gone, so that `put` writes it again."""
         with self._changed:
             self._keys.discard(key)
             self.counts["failed"] += 1

@@ -47,7 +47,7 @@ class Attention(FusableLayer):
     to, and `qkv` are queries alone.
 
     `clip`: what the projections give is brought to within that of 0. `turned_weight` float32 `[D]` multiplies queries
-    after they are rotated: where a norm comes after the rotation, that is what is left of it there. `out_norm`: of the
+    after they are rotated: where a norm comes after the rotation, that part is left of it there. `out_norm`: of the
     heads together, before `out`. `slopes` float32 `[H]`, `biases` float32 `[H, M]`: see `ops.AttentionParams`.
     """
 

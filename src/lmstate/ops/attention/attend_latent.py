@@ -158,7 +158,7 @@ def _attend_block(
 ) -> Tensor:
     """Queries [t, H, ...] at positions start, start + 1, ... of one row over its rings, one stored block after another.
 
-    Kept between blocks is what makes the softmax exact: the largest score so far, the sum of exponentials and the
+    Kept between blocks for an exact softmax: the largest score so far, the sum of exponentials and the
     weighted sum of latents, both relative to it.
     """
     count, heads, width = q_latent.shape

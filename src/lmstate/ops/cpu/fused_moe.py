@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class MoEArguments(bytes):
     """The arguments of a mixture, which hold the table of its experts that they point to.
 
-    Who keeps the arguments, a captured graph say, keeps the table: the packed sublayer may be packed anew meanwhile.
+    Who keeps the arguments, a captured graph say, keeps the table: the packed sublayer may be packed again meanwhile.
     """
 
     table: Tensor

@@ -129,7 +129,7 @@ class LoraWeight(Weight):
         return FloatWeight(down), FloatWeight(up), None if known.norm is None else self._factor(updates, known.norm)
 
     def _stacked(self, updates: Updates) -> tuple[Tensor, Tensor]:
-        """down `[ranks, K]` and up `[N, ranks]`, scaled, whose product is what all updates add."""
+        """down `[ranks, K]` and up `[N, ranks]`, scaled, whose product is the sum of all updates."""
         down = torch.cat([update.down.storage for update in updates])
         parts, at, rank = [], 0, 0
         for update in updates:

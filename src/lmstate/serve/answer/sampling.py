@@ -17,7 +17,7 @@ SMALLEST_TOP_P = 1e-9  # for 0, which some clients send: the best token alone
 def sampling_params(body: Sampling, vocab_size: int, defaults: dict[str, Any]) -> SamplingParams:
     """Sampling parameters from the fields of a body; its length and stop strings are read by the protocols.
 
-    `defaults` is what the checkpoint's makers suggest, used for fields that the client leaves out; without such, the
+    `defaults` are the checkpoint's own suggestions, used for fields that the client leaves out; without such, the
     answer is greedy. Raises `ApiError` for what no range of a field tells.
     """
     from lmstate.generation import Sampler, SamplingParams

@@ -173,7 +173,7 @@ class ArgumentWriter:
 def stream_value(reader: Reader, writer: ArgumentWriter, key: str, end: str, strip: str = "") -> Parse[str | None]:
     """A parameter's value up to `end`. Text of a string parameter is passed on as it comes.
 
-    `strip` is what stands around the value (a line break at each side).
+    `strip` is the text around the value (a line break at each side).
     """
     yield writer.key(key)
     if not writer.is_text(key):

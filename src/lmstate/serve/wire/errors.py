@@ -24,7 +24,7 @@ class ApiError(Exception):
     """A request that gets an error for an answer.
 
     `param` names the field at fault, `code` is a word that programs look for (`context_length_exceeded`),
-    `retry_after` is in seconds, `details` is what Anthropic's clients look at, `generation` that of a session that
+    `retry_after` is in seconds, `details` is for Anthropic's clients, `generation` that of a session that
     another process changed.
     """
 

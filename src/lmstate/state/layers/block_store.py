@@ -36,7 +36,7 @@ class BlockStore:
         self.rows = [RowBlocks()] * layout.rows
         self.spec = BlockSpec(buffers)
         self.tables: dict[str, BlockTable] = {}
-        """Empty where they are to be made anew, by the next step."""
+        """Empty where they are to be made again, by the next step."""
         self._undo: dict[int, tuple[RowBlocks, RowBlocks]] = {}
         """The rows that got blocks for the step at hand: before and after."""
         self.views: list[Any] = []

@@ -51,8 +51,8 @@ class CacheSnapshot:
 def fingerprint_of(model: PreTrainedModel) -> str:
     """sha256 over the config and, of every weight, its name, shape, dtype and an even sample of its content.
 
-    Read anew each time, since nothing tells of every change: PEFT merges adapters through `weight.data`, which moves no
-    version counter. A change of a few elements beside the sample goes unseen.
+    Read again each time, since nothing tells of every change: PEFT merges adapters through `weight.data`, which moves
+    no version counter. A change of a few elements beside the sample goes unseen.
     """
     config = {name: value for name, value in model.config.to_dict().items() if name not in LOCAL}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=repr).encode())
