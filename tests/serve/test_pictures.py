@@ -6,6 +6,7 @@ import base64
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -20,7 +21,7 @@ from lmstate.serve.wire import picture_sources
 from lmstate.serve.wire.errors import ApiError
 from lmstate.serve.wire.picture_sources import picture_bytes
 from tests.serve.running import Running, running
-from tests.vision.test_encode import png, said, saved
+from tests.vision.test_encode import png, said, saved, saved_with_axes
 
 PICTURE, OTHER = png(20, 30), png(40, 17, seed=1)
 POSITIONS = 16  # of a picture
@@ -61,7 +62,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> lmstate.Model:
 
 @pytest.fixture(scope="module")
 def seeing(model: lmstate.Model) -> Iterator[Running]:
-    with Engine(model) as engine, running(engine, Settings("tiny")) as server:
+    with Engine(model) as engine, running(engine, Settings("tiny", port=0)) as server:
         yield server
 
 
@@ -150,6 +151,22 @@ def test_a_conversation_goes_on_from_what_was_sampled(
         ],
     )
     assert message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0) > POSITIONS
+
+
+def test_pictures_of_several_sizes_with_axes(tmp_path: Path) -> None:
+    saved_with_axes(tmp_path)
+    model = lmstate.load(tmp_path, weights="float32")
+    with (
+        Engine(model) as engine,
+        running(engine, Settings("tiny", port=0)) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        for parts in ((PICTURE, "and", OTHER), ("what", OTHER), (OTHER, PICTURE)):
+            length, answer = expected(model, *parts)
+            given: Any = [{"role": "user", "content": openai_parts(*parts)}]
+            chat = client.chat.completions.create(model="tiny", messages=given, max_tokens=6, temperature=0)
+            assert chat.choices[0].message.content == answer
+            assert chat.usage and chat.usage.prompt_tokens == length
 
 
 def test_marks_in_a_text_are_text(model: lmstate.Model, client: openai.OpenAI) -> None:
