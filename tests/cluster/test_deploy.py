@@ -41,7 +41,7 @@ def test_a_cluster_beyond_this_machine_needs_a_token(address: str) -> None:
     [
         ({"store": "/tmp/folder"}, "a folder, which one process has"),
         ({"draft": "model"}, "unknown draft='model'"),
-        ({"memory": "much"}, "no size"),
+        ({"memory": "much"}, "not a size"),
     ],
 )
 def test_what_replicas_cannot_start_with_is_refused(changes: dict[str, Any], said: str) -> None:

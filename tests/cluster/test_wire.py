@@ -109,12 +109,12 @@ def test_a_replica_that_comes_back_is_used_again() -> None:
     model = ours("llama")
     with fleet(Engine(model), Engine(model)) as (cluster, channels):
         channels[0].dead = True
-        wait_until(lambda: not all(one["takes"] for one in cluster.status()))
+        wait_until(lambda: not all(one.takes for one in cluster.status()))
         for seed in range(3):
             assert cluster.front.submit(prompt(20, seed), max_new_tokens=2).result(600)
         assert channels[0].taken == 0
         channels[0].dead = False
-        wait_until(lambda: all(one["takes"] for one in cluster.status()) and len(cluster.status()) == 2)
+        wait_until(lambda: all(one.takes for one in cluster.status()) and len(cluster.status()) == 2)
 
 
 def test_a_drained_replica_hands_its_answers_on() -> None:
