@@ -114,15 +114,35 @@ def test_a_text_whose_beginning_is_far_too_long_is_not_tokenized(
             told = client.post(path, json=body)
             assert told.status_code == 400 and told.json()["error"]["code"] == "context_length_exceeded"
             assert f"> {context} maximum" in told.text
-    assert lengths and max(lengths) == BEGINNING * context
+        for path, body in (
+            ("/v1/embeddings", {"input": text}),
+            ("/api/embed", {"model": "tiny", "input": text, "truncate": False}),
+            ("/v1/rerank", {"query": "a", "documents": [text]}),
+        ):
+            assert f"> {context} maximum" in client.post(path, json=body).text
+        assert lengths and max(lengths) == BEGINNING * context
+        assert client.post("/api/embed", json={"model": "tiny", "input": text}).status_code == 200  # it is cut
+        cut = {"query": "a", "documents": [text], "max_tokens_per_doc": 3}
+        assert client.post("/v1/rerank", json=cut).status_code == 200
+    assert max(lengths) == 2 * BEGINNING * context
 
 
-def test_inputs_of_one_request_are_bounded_together(engine: Engine) -> None:
+def test_inputs_of_one_request_are_bounded_together(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = Settings("tiny", port=0, max_input_tokens=20)
     with running(engine, limits) as server, server.client() as client:
         assert client.post("/v1/embeddings", json={"input": ["a" * 10] * 2}).status_code == 200
         told = client.post("/v1/embeddings", json={"input": ["a" * 10] * 3})
         assert told.status_code == 400 and "30 tokens" in told.json()["error"]["message"]
+        lengths: list[int] = []
+        encode = engine.model.tokenizer.encode
+        monkeypatch.setattr(
+            engine.model.tokenizer, "encode", lambda text, *rest: lengths.append(len(text)) or encode(text, *rest)
+        )
+        for path in ("/v1/embeddings", "/api/embed"):
+            lengths.clear()
+            told = client.post(path, json={"model": "tiny", "input": ["a" * 10] * 100})
+            assert told.status_code == 400 and "first 3 inputs" in told.text
+            assert len(lengths) == 3, "the rest was tokenized, though it is refused"
 
 
 FIRST = """

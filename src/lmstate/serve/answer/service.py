@@ -193,6 +193,10 @@ class Service:
         if count > 2 * self.context:
             self.room(count, f", in the first {most} of its {len(text)} characters alone")
 
+    def beginning(self, text: str) -> str:
+        """As much of a text that is cut to the context as tokens of it can come from."""
+        return text if self.context is None else text[: 2 * BEGINNING * self.context]
+
     def room(self, length: int, counted: str = "") -> int:
         """Tokens that an answer to a prompt of this length may have. Raises `ApiError` if there is no room.
 

@@ -15,7 +15,7 @@ from lmstate.serve.answer.handlers import json_response
 from lmstate.serve.answer.pool import ModelPool, ServedModel
 from lmstate.serve.answer.service import Service
 from lmstate.serve.openai.completions import FILL_IN
-from lmstate.serve.openai.embeddings import check_dimensions, embedded
+from lmstate.serve.openai.embeddings import check_dimensions, counted, embedded
 from lmstate.serve.openai.models import names
 from lmstate.serve.settings import LATEST
 from lmstate.serve.wire.body import wrong
@@ -88,14 +88,17 @@ async def embeddings(service: Service, request: Request, body: OllamaEmbeddingsB
 
 
 def _prompts(service: Service, texts: list[str], truncate: bool) -> list[list[int]]:
-    found = [service.tokenizer.encode(text) for text in texts]
-    for index, tokens in enumerate(found):
+    def tokens_of(index: int, text: str) -> list[int]:
+        if not truncate:
+            service.refuse_long(text)
+        tokens = service.tokenizer.encode(service.beginning(text))
         if not tokens:
             raise ApiError(f"input[{index}] has no tokens: there is nothing to read", param="input")
         if truncate and service.context is not None:
             del tokens[service.context - 1 :]
-        service.room(len(tokens))
-    return found
+        return tokens
+
+    return counted(service, (tokens_of(index, text) for index, text in enumerate(texts)))
 
 
 def _named(body: OllamaShowBody | OllamaPullBody) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import struct
+from collections.abc import Iterable
 from typing import Any
 
 from starlette.requests import Request
@@ -28,10 +29,7 @@ async def embeddings(service: Service, request: Request, body: EmbeddingBody) ->
     check_dimensions(service, body.dimensions)
 
     def encode() -> list[list[int]]:
-        found = [prompt_ids(service, one, f"input[{index}]") for index, one in enumerate(inputs)]
-        for tokens in found:
-            service.room(len(tokens))
-        return found
+        return counted(service, (prompt_ids(service, one, f"input[{index}]") for index, one in enumerate(inputs)))
 
     prompts = await asyncio.to_thread(encode)
     vectors = await embedded(service, request, prompts, body.pooling, body.dimensions)
@@ -49,6 +47,24 @@ async def embeddings(service: Service, request: Request, body: EmbeddingBody) ->
     )
 
 
+def counted(service: Service, inputs: Iterable[list[int]]) -> list[list[int]]:
+    """The inputs, each tokenized only while those before it are few enough for one request. Raises `ApiError`."""
+    found: list[list[int]] = []
+    total, most = 0, service.settings.max_input_tokens
+    for tokens in inputs:
+        service.room(len(tokens))
+        found.append(tokens)
+        total += len(tokens)
+        if total > most:
+            raise ApiError(
+                f"the first {len(found)} inputs have {total} tokens together; one request has at most {most}: send "
+                "them in several requests",
+                param="input",
+                code="too_many_tokens",
+            )
+    return found
+
+
 def check_dimensions(service: Service, asked: int | None) -> None:
     widest = service.model.config.hidden_size
     if asked is not None and asked > widest:
@@ -63,12 +79,6 @@ async def embedded(
         chosen = chosen_pooling(service.model.defaults, pooling)
     except ValueError as error:
         raise ApiError(str(error), param="pooling") from None
-    if (total := sum(map(len, prompts))) > (most := service.settings.max_input_tokens):
-        raise ApiError(
-            f"the inputs have {total} tokens together; one request has at most {most}: send them in several requests",
-            param="input",
-            code="too_many_tokens",
-        )
     vectors = []
     for tokens in prompts:
         pooled = await unless_gone(request.receive, asyncio.wrap_future(service.engine.embed(tokens, chosen)))

@@ -105,11 +105,12 @@ def _prompts(service: Service, body: RerankBody, documents: list[str]) -> list[l
     prompts = []
     for index, text in enumerate(documents):
         if body.max_tokens_per_doc is not None:
-            tokens = service.tokenizer.encode(text, add_special_tokens=False)[: body.max_tokens_per_doc]
-            text = service.tokenizer.decode(tokens)
+            tokens = service.tokenizer.encode(service.beginning(text), add_special_tokens=False)
+            text = service.tokenizer.decode(tokens[: body.max_tokens_per_doc])
         chat = Chat((Message("system", TASK), Message("user", head + text)), thinking=False)
-        prompts.append(service.renderer.prompt(chat).tokens)
         try:
+            service.refuse_long(head + text)
+            prompts.append(service.renderer.prompt(chat).tokens)
             service.room(len(prompts[-1]))
         except ApiError as error:
             raise replace(error, message=f"documents[{index}]: {error.message}", param="documents") from None

@@ -35,7 +35,7 @@ async def tokenize(service: Service, request: Request, body: TokenizeBody) -> AS
         answer["token_strs"] = await asyncio.to_thread(texts_of, service, tokens)
     if body.with_pieces:
         answer["tokens"] = await asyncio.to_thread(pieces_of, service, tokens)
-    return json_response(answer)
+    return await asyncio.to_thread(json_response, answer)  # megabytes of ids, say
 
 
 async def rendered(service: Service, body: ChatFields, messages: Sequence[ChatMessage]) -> Prompt:
@@ -66,7 +66,7 @@ async def detokenize(service: Service, request: Request, body: DetokenizeBody) -
     """`tokens` -> `prompt` (and `content`)."""
     tokens = check_ids(body.tokens, "tokens", service.vocab_size)
     text = await asyncio.to_thread(service.tokenizer.decode, tokens, False)
-    return json_response({"prompt": text, "content": text})
+    return await asyncio.to_thread(json_response, {"prompt": text, "content": text})
 
 
 async def tokenizer_info(service: Service, request: Request) -> ASGIApp:
