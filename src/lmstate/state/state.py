@@ -301,7 +301,8 @@ class State:
     def commit(self, counts: int | Sequence[int] | None = None) -> None:
         """Make the first `counts[r]` pending tokens of each row real: all by default, a number for each row with any.
 
-        The rest never happened. Raises `PendingError` if nothing is pending or a count is more than is pending.
+        The rest never happened. A step of no tokens needs no commit, and takes one until the next step, `select` or
+        `drop`. Raises `PendingError` if nothing is pending or a count is more than is pending.
         """
         self._read_device_step()
         if self._tree is not None:
@@ -720,8 +721,9 @@ class State:
         waits = tree or (self._pending is not None and self._pending.waits)
         if waits and (row is None or pending[row] or tree):
             raise PendingError(f"cannot {what}: the rows have {pending} pending tokens; call commit or discard first")
-        if not waits:
-            self.discard()
+        planned = self._pending is not None and not self._pending.ready
+        if not waits and (row is None or planned or self._tree is not None):
+            self.discard()  # beside one row that moves, a step of no tokens stays as one of other rows' tokens does
 
     def _check_capacity(self, counts: Sequence[int]) -> None:
         for index, (row, count) in enumerate(zip(self._rows, counts)):
