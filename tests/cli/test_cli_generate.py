@@ -149,9 +149,9 @@ def test_options_of_the_engine_on_the_command_line(model: FakeModel, runner: Cli
         (["chat", "m", "-t", "inf"], 2, "temperature is inf"),
         (["chat", "m", "-t", "nan"], 2, "--temperature"),
         (["generate", "m", "x", "--stop", ""], 2, "stop"),
-        (["generate", "m", "\udcff bad"], 1, "the prompt is not UTF-8: after 0 characters"),
-        (["generate", "m", "x", "--system", "bad \udcff"], 1, "--system is not UTF-8: after 4 characters"),
-        (["chat", "m", "--system", "bad \udcff"], 1, "--system is not UTF-8: after 4 characters"),
+        (["generate", "m", "\udcff bad"], 1, "the prompt is not UTF-8: invalid byte after 0 characters"),
+        (["generate", "m", "x", "--system", "bad \udcff"], 1, "--system is not UTF-8: invalid byte after 4 characters"),
+        (["chat", "m", "--system", "bad \udcff"], 1, "--system is not UTF-8: invalid byte after 4 characters"),
         (["generate", "m", "x", "--raw", "--system", "S"], 2, "--system"),
         (["generate", "m", "x", "--top-k", "-1"], 2, "top-k"),
         (["generate", "m", "x", "--max-tokens", "-1"], 2, "max-tokens"),
@@ -273,10 +273,10 @@ def test_input_that_is_no_text_is_told_and_a_chat_goes_on(locale: dict[str, str]
         return subprocess.run(command, input=b"one\xff\ntwo\n", capture_output=True, cwd=ROOT, env=environment)
 
     done = run("generate", "m")
-    assert done.returncode == 1 and b"the prompt is not UTF-8: after 3 characters" in done.stderr
+    assert done.returncode == 1 and b"the prompt is not UTF-8: invalid byte after 3 characters" in done.stderr
     done = run("chat", "m", "--no-stats")
     assert (done.returncode, done.stdout) == (1, b"AA\n")
-    assert b"the question is not UTF-8: after 3 characters" in done.stderr
+    assert b"the question is not UTF-8: invalid byte after 3 characters" in done.stderr
 
 
 def test_a_text_longer_than_the_model_was_made_for_is_told_once(model: FakeModel, runner: CliRunner) -> None:
