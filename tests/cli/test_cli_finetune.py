@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import lmstate
 from lmstate.cli.app import app
+from lmstate.training.finetune import locked
 from tests.training.small import saved, theirs
 
 WORDS = (
@@ -54,6 +55,18 @@ def test_a_text_is_learned_stopped_resumed_and_told(folder: Path, tmp_path: Path
     )
     assert told.exit_code == 0, told.output
     assert told.stdout.split() == list(WORDS[3:7])
+
+
+def test_a_folder_is_written_by_one_training_at_a_time(folder: Path, tmp_path: Path) -> None:
+    data, out = tmp_path / "a.txt", tmp_path / "out"
+    data.write_text(" ".join(WORDS))
+    command = ["finetune", str(folder), str(data), "-o", str(out), "--steps", "1"]
+    with locked(out):
+        refused = CliRunner().invoke(app, command)
+        assert refused.exit_code == 1 and "another training writes to" in refused.output.replace("\n", " ")
+        assert not list(out.iterdir())
+    assert CliRunner().invoke(app, command).exit_code == 0
+    assert (out / "adapter_config.json").exists()
 
 
 def test_every_weight_may_be_trained_and_a_share_kept_to_evaluate(folder: Path, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def finetune(
     import lmstate
     from lmstate.training import LoraConfig, ParameterModel
     from lmstate.training.documents import batches, read_entries, split, tokenize
-    from lmstate.training.finetune import LOG, FinetuneSettings, FineTuning, plot, refuse_begun, refuse_used
+    from lmstate.training.finetune import FinetuneSettings, FineTuning, locked, refuse_begun, refuse_used
 
     raise_interrupts()
     refuse_begun(out, resume)
@@ -118,23 +118,33 @@ def finetune(
         steps=steps, rate=rate, warmup=round(warmup * steps), weight_decay=weight_decay, clip=clip,
         batch_tokens=batch_tokens, accumulate=accumulate, chunk=chunk, checkpoint_layers=checkpoint_layers, seed=seed,
     )  # fmt: skip
-    training = FineTuning(loaded, trained, settings, out, evaluated, resume)
-    if resume and not training.step:
-        note(f"{out} holds no checkpoint: training from the start")
-    count = sum(leaf.numel() for leaf in loaded.parameters())
+    with locked(out):
+        training = FineTuning(loaded, trained, settings, out, evaluated, resume)
+        if resume and not training.step:
+            note(f"{out} holds no checkpoint: training from the start")
+        finished = _told(training, save_every, evaluate_every)
+    if not finished:
+        note(f"stopped after step {training.step}; --resume goes on from there")
+        raise typer.Exit(130)
+    note(f"saved in {out}")
+
+
+def _told(training: FineTuning, save_every: int, evaluate_every: int) -> bool:
+    """Run a training, telling what it trains, and draw its losses. Returns whether all steps were made."""
+    from lmstate.training.finetune import LOG, plot
+
+    trained, evaluated, steps = training.documents, training.evaluated, training.settings.steps
+    count = sum(leaf.numel() for leaf in training.parameters.values())
     note(
         f"{count:,} parameters, {len(trained)} documents of {sum(len(each.tokens) for each in trained):,} tokens "
         f"({len(evaluated)} to evaluate on), {steps - training.step} of {steps} steps to make"
     )
     finished = _run(training, save_every, evaluate_every)
     try:
-        plot(out / LOG, out / "loss.png")
+        plot(training.folder / LOG, training.folder / "loss.png")
     except ImportError:
         note("no loss.png was drawn: that needs matplotlib (pip install lmstate[train])")
-    if not finished:
-        note(f"stopped after step {training.step}; --resume goes on from there")
-        raise typer.Exit(130)
-    note(f"saved in {out}")
+    return finished
 
 
 def _run(training: FineTuning, save_every: int, evaluate_every: int) -> bool:

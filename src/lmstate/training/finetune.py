@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import itertools
 import json
 import math
+import os
 import random
 import shutil
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -247,6 +250,23 @@ class FineTuning:
             whole = [line for line in lines if line.endswith("\n")]  # the last may have been cut by a kill
             kept = [line for line in whole if json.loads(line)["step"] <= self.step]
             write_text(log, "".join(kept))
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep a folder to one training while entered. Raises `ModelError` if another one, of any process, is in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ModelError(
+                f"another training writes to {folder}: wait for its end, or choose another folder"
+            ) from None
+        yield
+    finally:
+        os.close(handle)
 
 
 def refuse_begun(folder: Path, resume: bool) -> None:
