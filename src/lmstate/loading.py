@@ -34,9 +34,10 @@ def load(
 ) -> Model:
     """Load a model by alias ("smollm2"), directory, `.gguf` file or Hub id ("organization/name@revision").
 
-    weights: storage of the matrices, "auto", "int4" (embeddings, heads, what a file holds in more bits and what would
-    lose too much are int8, the last with a `UserWarning`), "int8", "bfloat16" or "float32"; "auto" keeps the precision
-    of a quantized file, and takes float checkpoints in bfloat16 where the processor multiplies it, else in float32.
+    weights: storage of the matrices, "auto", "int4" (embeddings, heads, matrices that a file holds in more bits and
+    those that would lose too much are int8, the last with a `UserWarning`), "int8", "bfloat16" or "float32". "auto"
+    keeps the precision of a quantized file, and takes float checkpoints in bfloat16 where the processor multiplies it,
+    else in float32.
     dtype: of stored keys and values and of large products; float32 for float32 weights, else bfloat16.
     device: the CPU unless given. Several devices share the model's blocks by bytes (`["cuda:0", "cuda:1"]`) or as given
     (`{"cuda:0": 20, "cpu": 12}`); "auto" fills the GPUs and leaves the rest to the CPU. See docs/devices.md.

@@ -69,7 +69,7 @@ class ConversionCache:
         self._errors[label] = error
 
     def save(self) -> None:
-        """Write what was put. A full disk or a read-only folder is no error: the next start converts again."""
+        """Write what was put. A full disk or a read-only folder is not an error: the next start converts again."""
         if not self._new:
             return
         weights = dict(self._new)

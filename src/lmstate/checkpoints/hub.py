@@ -76,7 +76,7 @@ def resolve(name: str | os.PathLike[str]) -> Path:
     `organization/model/file.gguf` or `organization/model:Q4_K_M` (all the files of a model that is split).
     `organization/model@revision` is a branch, a tag or a commit of the repository.
 
-    Raises `FileNotFoundError` for a name that is none of these, `ConnectionError` where a download is needed and
+    Raises `FileNotFoundError` for any other name, `ConnectionError` where a download is needed and
     impossible, `ModelError` for a damaged one.
     """
     text = check_name(name)
@@ -89,7 +89,7 @@ def resolve(name: str | os.PathLike[str]) -> Path:
 
 
 def check_name(name: str | os.PathLike[str]) -> str:
-    """The name as text. Raises `FileNotFoundError` for one that is no alias, no path that exists and no Hub id."""
+    """The name as text. Raises `FileNotFoundError` for one that is not an alias, an existing path or a Hub id."""
     try:
         text = os.fspath(name)
     except TypeError:

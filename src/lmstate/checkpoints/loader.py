@@ -44,13 +44,13 @@ Make: TypeAlias = Callable[..., Numbers]
 
 
 class WeightLoader:
-    """Hands out the parameters of one checkpoint, and knows which of them nobody asked for.
+    """Hands out the parameters of one checkpoint, and knows which of them were never asked for.
 
     `kind`: the storage of the matrices; of "int4" embeddings, heads, what a file holds in more bits and what would lose
     too much (`MOST_LOST`) are int8, the last with a warning. "auto" keeps the precision of a quantized file; float
     checkpoints become bfloat16 where the processor multiplies it natively, float32 elsewhere. `dtype`: that of K/V
     storage and of the big products, float32 for float32 weights and bfloat16 for all others unless given. `cache`: the
-    folder where conversions are kept, None for nowhere. `progress`: whether a long conversion may draw a bar on a
+    folder where conversions are kept, None to keep none. `progress`: whether a long conversion may draw a bar on a
     terminal. `heads`: whether multi-token prediction heads are wanted. `activations`: the bits of the activations that
     int4 and int8 matrices multiply; "auto" is 16, and of 8 heads keep 16, where 8 would cost most. `context_size`:
     tokens that texts may have; where that is more than the model was made for, YaRN stretches its positions. `device`:
@@ -193,10 +193,10 @@ class WeightLoader:
         """One matrix [N, K], or several stacked along the output axis (q, k, v), in the storage of `kind`.
 
         `shape`: N of each (a number for a single one), and K. `order` gives int64 `[N]`, which row of the stack comes
-        first, and so on; it is asked when the shapes are known to be right. Raises `ModelError` if one is absent, is no
-        matrix, differs in K from the others, or if `shape` is given and is not its own. The same names give the same
-        object again, so one order belongs to them: tied weights stay one. `used_as`: their names at this place, where
-        several modules share one matrix: an adapter has an update for each.
+        first, and so on; it is asked when the shapes are known to be right. Raises `ModelError` if one is absent, is
+        not a matrix, differs in K from the others, or if `shape` is given and is not its own. The same names give the
+        same object again, so one order belongs to them: tied weights stay one. `used_as`: their names at this place,
+        where several modules share one matrix: an adapter has an update for each.
         """
         label = "+".join(names) + ("" if order is None else ", reordered")
         if label not in self._made:
@@ -250,7 +250,7 @@ class WeightLoader:
     def check_all_used(self, ignore: Iterable[str] = ()) -> None:
         """The end of a build: `ModelError` if a tensor was never asked for, unless a pattern (`*.inv_freq`) matches it.
 
-        One without numbers (of a part that is no features wide) is nothing to ask for. Also keeps what was converted
+        One without numbers (of a part with a width of 0) may stay unused. Also keeps what was converted
         for the next start.
         """
         patterns = list(ignore)

@@ -90,7 +90,7 @@ def with_head(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def require_head(source: Source, *configs: Mapping[str, Any]) -> None:
-    """Raise `ModelError` if there is no head and the configs say that the embedding is none either.
+    """Raise `ModelError` if there is no head and the configs say that the embedding is not the head either.
 
     Where no config says, it is: before version 5, transformers left out of a config that the two are tied.
     """

@@ -29,7 +29,7 @@ def main() -> None:
 def _open_streams() -> None:
     """Put something in the place of standard streams that the caller closed, which Python gives as None.
 
-    Bytes of the input that are no text are kept apart, whatever the locale: `reading.as_text` tells of them.
+    Bytes of the input that are not text are kept apart, whatever the locale: `reading.as_text` tells of them.
     """
     if sys.stdin is None:
         sys.stdin = open(os.devnull)  # noqa: SIM115 - for as long as the program runs

@@ -61,7 +61,7 @@ def _warn(message: Warning | str, *where: Any, **_: Any) -> None:
 
 
 def _forget_stdout() -> None:
-    """Python flushes stdout as it exits; without this it would complain that nobody reads."""
+    """Python flushes stdout as it exits; without this it would complain about a closed pipe."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

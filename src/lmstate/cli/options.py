@@ -183,7 +183,7 @@ def load_model(
 
 
 def refuse_unknown(name: str, threads: str | None = None, draft: str = "auto") -> None:
-    """Refuse names that stand for no model and threads that are no number, before torch is imported for nothing."""
+    """Refuse unknown models, and threads that are not a number, before torch is imported for nothing."""
     from lmstate.checkpoints.hub import check_name
 
     check_name(name)

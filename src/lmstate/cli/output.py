@@ -25,7 +25,7 @@ def raise_interrupts() -> None:
 
 
 class Interrupt:
-    """While entered, Ctrl-C asks instead of striking: `asked` turns true, and whoever loops stops after its step.
+    """While entered, Ctrl-C asks instead of striking: `asked` turns true, and the loop stops after its step.
 
     A second Ctrl-C raises KeyboardInterrupt where the program stands, and `check` does where a long prompt, which is
     one step, may stop: that step then never happened.
@@ -35,7 +35,7 @@ class Interrupt:
 
     @classmethod
     def check(cls) -> None:
-        """Raise KeyboardInterrupt if somebody asked."""
+        """Raise KeyboardInterrupt if Ctrl-C was pressed."""
         if cls.entered is not None and cls.entered.asked:
             raise KeyboardInterrupt
 

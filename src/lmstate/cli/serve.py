@@ -256,7 +256,7 @@ def serve(
 
 
 def check_address(host: str, port: int) -> None:
-    """Refuse an address that nobody can listen on, before a model is loaded for nothing. Raises `OSError`."""
+    """Refuse an address that cannot be listened on, before a model is loaded for nothing. Raises `OSError`."""
     try:
         for family, kind, number, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             with socket.socket(family, kind, number) as probe:

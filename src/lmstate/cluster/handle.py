@@ -14,7 +14,7 @@ from lmstate.generation.params import SamplingParams
 
 
 class ReplicaLost(EngineError):
-    """A replica ended, or does not answer: nobody knows what else it did."""
+    """A replica ended, or does not answer: it is unknown what else it did."""
 
 
 @dataclass(frozen=True)

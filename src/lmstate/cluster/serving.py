@@ -151,7 +151,7 @@ class ServingFront(Front):
             begun.set()
 
     def session(self, name: str, salt: str = "") -> Session:
-        """The conversation of this name; a new one if there is none. Raises ValueError for what is no name."""
+        """The conversation of this name; a new one if there is none. Raises ValueError for an invalid name."""
         self._refuse_storeless()
         return self.find_session(name, salt) or self._conversations.add(Session(self, name, Record(), salt))
 

@@ -162,7 +162,7 @@ def pack(message: object) -> bytes:
 
 
 def unpack(told: bytes, kind: type[Message]) -> Message:
-    """Raises ReplicaLost for what is no such message: the other side is not to be trusted with more."""
+    """Raises ReplicaLost for anything but such a message: the other side is not to be trusted with more."""
     try:
         return msgspec.msgpack.decode(told, type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:

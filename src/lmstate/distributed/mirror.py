@@ -46,7 +46,7 @@ class MirroredState(State):
 
     @contextmanager
     def _mirrored(self, verb: str, *arguments: Any) -> Iterator[None]:
-        """Do inside what a method of `State` does, and have the others call it too, where it was no refusal."""
+        """Do inside what a method of `State` does, and have the others call it too, unless it was refused."""
         with self.link.ranks.turn() as outermost:
             yield
             if outermost:
@@ -161,7 +161,8 @@ class MirroredState(State):
             return row
 
     def _own(self, snapshot: Snapshot) -> Snapshot:
-        """The part of rank 0. What is no snapshot of this model is refused by whoever gets it."""
+        """The part of rank 0. Anything but a snapshot of this model goes on as it is: the method that gets it refuses
+        it."""
         if not isinstance(snapshot, Snapshot) or differences(snapshot.fingerprint, self.fingerprint):
             return snapshot
         if snapshot.media:

@@ -56,7 +56,7 @@ class Ranks:
         self.failure: str | None = None
         self.ids = count()
         self.freed: deque[int] = deque()
-        """States that nobody holds any more; told with the next command, for a finalizer may run anywhere."""
+        """States without a holder; the others are told with the next command, for a finalizer may run anywhere."""
         self._inside = 0
         self.close = weakref.finalize(self, close)
 
@@ -66,7 +66,7 @@ class Ranks:
 
     @contextmanager
     def turn(self) -> Iterator[bool]:
-        """Do inside what all ranks do; whether it is no part of something that they do already.
+        """Do inside what all ranks do; yields whether this is the outermost turn.
 
         Nothing comes between, an interrupt neither. Whatever but a refusal goes wrong inside `together` ends the ranks.
         """

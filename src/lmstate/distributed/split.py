@@ -200,7 +200,7 @@ class OwnedExperts(MixtureOfExperts):
 
 
 def head_widths(blocks: Sequence[Block], ranks: int) -> HeadWidths:
-    """For each block the kv heads of every rank; empty where its mixer is no attention by itself, or has too few heads.
+    """For each block the kv heads of every rank; empty where its mixer is not plain attention, or has too few heads.
 
     Blocks that read each other's keys and values are split alike.
     """

@@ -43,7 +43,7 @@ class Drafting:
     """
 
     def __init__(self, draft: DraftChoice, model: Model, rows: int, memory: int, state: State) -> None:
-        """`draft`, as in `Engine`: raises ValueError for what is none. `state`: such a one as the rows will have."""
+        """`draft`, as in `Engine`: raises ValueError for anything else. `state`: such a one as the rows will have."""
         self.counts: dict[str, float] = dict.fromkeys(("drafted_tokens", "accepted_tokens", "draft_seconds_saved"), 0)
         self._corpus: TextCorpus | None = None
         self._speculator: Speculator | None = None
@@ -111,7 +111,7 @@ class Drafting:
             self.counts["draft_seconds_saved"] = self._speculator.report().seconds_saved
 
     def report(self) -> DraftReport:
-        """Speculation statistics of all answers so far. Zeros where nobody drafts (any more)."""
+        """Speculation statistics of all answers so far. Zeros without a drafter, also where it was given up."""
         speculator = self._speculator
         return DraftReport() if speculator is None else speculator.report()
 
@@ -128,7 +128,7 @@ class Drafting:
 
     @contextmanager
     def _heads_in(self, pool: RowPool[Any], rows: Mapping[int, AnswerRow]) -> Iterator[None]:
-        """Meanwhile heads draft in the pool's state. No longer: nobody is to hold the bytes of rows that have left."""
+        """Meanwhile heads draft in the pool's state. No longer, so that the bytes of rows that have left are freed."""
         heads = None if self._speculator is None else self._speculator.drafter
         if not isinstance(heads, HeadsDrafter):
             yield

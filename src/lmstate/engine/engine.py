@@ -86,7 +86,7 @@ class Engine:
     stall   the same as a multiple of the usual gap. With both, the larger is the bound; by default they are 80 and 3
     draft   who proposes tokens that the model verifies several at a step: "text" (the request's own text, and earlier
             answers), "heads" (the model's own, of one loaded with heads=True), a smaller model, a
-            `lmstate.speculation.Drafter`, or None; "auto" is the text, and the heads where there are some. No answer
+            `lmstate.speculation.Drafter`, or None. "auto" is the text, and the heads where there are some. No answer
             changes
     kv      how keys and values are stored, as in `model.new_state`
     durable with a store: "turn" ends a session's turn once its record is stored (or `Completion.stored` is False, and
@@ -306,7 +306,7 @@ class Engine:
         return self.model.has_tokenizer and self.model.tokenizer.has_chat_template
 
     def session(self, name: str, salt: str = "") -> Session:
-        """The conversation of this name; a new one if there is none. Raises ValueError for what is no name.
+        """The conversation of this name; a new one if there is none. Raises ValueError for an invalid name.
 
         `salt`: of its prefixes, as in `submit`; a session that is open keeps the one that it was opened with.
         """
@@ -326,7 +326,7 @@ class Engine:
     def encode(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """The ids of chat messages, this engine's answers as they were sampled; `variables` as in `Tokenizer.chat`.
 
-        Raises ValueError for what are no messages, and for pictures in them, which `Model.encode` reads.
+        Raises ValueError for anything but messages, and for pictures in them, which `Model.encode` reads.
         """
         refuse_no_messages(messages)
         if pictures_of(messages):
@@ -336,7 +336,7 @@ class Engine:
     def remember(self, messages: Sequence[Mapping[str, Any]], tokens: Sequence[int], **variables: Any) -> None:
         """Have `encode` find these tokens for a conversation that ends with an answer in another form, see `Replay`.
 
-        Raises ValueError for what are no messages, or no token ids.
+        Raises ValueError for anything but messages or token ids.
         """
         refuse_no_messages(messages)
         tokens = token_ids(tokens, "the answer", self.model.config.vocab_size)
@@ -352,7 +352,8 @@ class Engine:
         return session
 
     def load_session(self, name: str, path: str | os.PathLike[str], salt: str = "") -> Session:
-        """A conversation from what `Session.save` wrote. Raises SnapshotError for a file that is none, or damaged."""
+        """A conversation from what `Session.save` wrote. Raises SnapshotError for a damaged file, or one of another
+        kind."""
         snapshot = Snapshot.load(path)
         try:
             record = Record.from_json(list(snapshot.tokens), snapshot.notes)

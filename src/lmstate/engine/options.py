@@ -33,7 +33,7 @@ def check_salt(salt: object) -> None:
 def read_prompt(model: ServingModel, prompt: Any, replay: Replay, salt: str = "") -> PicturePrompt:
     """The ids and pictures of a prompt: a text, ids, chat messages, or what `Model.encode` gave.
 
-    `(text,)` follows another text, and gets no begin token. Raises ValueError if it is none of these.
+    `(text,)` follows another text, and gets no begin token. Raises ValueError for anything else.
     """
     if isinstance(prompt, PicturePrompt):
         read = prompt
@@ -88,7 +88,7 @@ def prompt_ids(model: ServingModel, prompt: Any, replay: Replay, salt: str = "")
 def answered_ids(answered: Any, params: SamplingParams, model: ServingModel) -> list[list[int]]:
     """The tokens that each answer of a request began with elsewhere; [] if none did.
 
-    Raises ValueError for what is no list of tokens for each answer, or could not be gone on with to the bit.
+    Raises ValueError for anything but a list of tokens for each answer, and where an exact continuation is impossible.
     """
     told = list(answered) if isinstance(answered, Sequence) and not isinstance(answered, str | bytes) else None
     if told is None or (told and len(told) != params.n):

@@ -24,9 +24,9 @@ class Pace:
     """Measured seconds of a step of rows that decode, and of the chunks of prompts that it reads by their sizes and
     positions.
 
-    Chunks cost so much for the call (beside rows that decode, or alone), for each token, for each that the head reads,
-    and for each position that a token looks back on: a Kalman filter of these, which drift, as the load of the machine
-    does.
+    A chunk has a cost for the call (beside rows that decode, or alone), for each token, for each token that the head
+    reads, and for each position that a token looks back on. A Kalman filter follows these, because they drift with the
+    load of the machine.
 
     While prompts are read, the gap between two tokens of a row that decodes is at most the larger of `max_itl` seconds
     and `stall` times the usual gap; None leaves one out.

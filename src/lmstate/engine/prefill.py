@@ -92,7 +92,7 @@ class Prefill:
     def begin_answers(self) -> None:
         """Begin the answers of prompts that are read.
 
-        Where nobody decodes yet they may wait for prompts that came with theirs: beside rows that decode these would be
+        Where no row decodes yet they may wait for prompts that came with theirs: beside rows that decode these would be
         read in small chunks, and rows that decode together share the weights.
         """
         jobs = [reader for reader in self._work.in_turn(self._work.readers()) if isinstance(reader, Job)]

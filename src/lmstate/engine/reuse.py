@@ -212,7 +212,7 @@ class PrefixReuse:
         self.prefixes.shrink(max(0, self.memory - row_bytes - min(row_bytes, self.memory // HEADROOM)))
 
     def keep(self, snapshot: Snapshot, row_bytes: int, salt: str) -> None:
-        """Have the store keep it, if there is room beside the rows. What cannot be kept is no one's error."""
+        """Have the store keep it, if there is room beside the rows. A snapshot that cannot be kept is not an error."""
         if not snapshot.cached:
             return  # nothing was computed
         self.prefixes.shrink(max(0, self.memory - row_bytes))

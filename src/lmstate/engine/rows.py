@@ -21,7 +21,7 @@ Owner = TypeVar("Owner")
 class RowPool(Generic[Owner]):
     """A state whose rows have owners, or none. A row is added where none is free, and given back when long unused.
 
-    A sequence joins as a snapshot, or as a state of one row that is taken as it is where nobody else decodes.
+    A sequence joins as a snapshot, or as a state of one row that is taken as it is where no other sequence decodes.
     """
 
     def __init__(self, model: Model, new_state: Callable[[int], State], most: int) -> None:
@@ -107,7 +107,7 @@ class RowPool(Generic[Owner]):
         """Have the rows of these owners read their tokens, in one forward. Returns logits float32 `[R, K, V]` of as
         many of each owner's last tokens as are asked for; `row` says whose are where.
 
-        commit=False: all is pending until `accept`. once: those whose tokens nobody goes back into.
+        commit=False: all is pending until `accept`. once: those whose tokens are never rewound into.
         """
         rows = [[] if owner is None else list(tokens.get(owner, ())) for owner in self._owners]
         wanted = [0 if owner is None else logits.get(owner, 0) for owner in self._owners]
@@ -153,7 +153,7 @@ class RowPool(Generic[Owner]):
         return next(row for row, other in enumerate(self._owners) if other is owner)
 
     def tidy(self) -> None:
-        """Give rows back that nobody has used for a while: steps compute them too. To be called between steps."""
+        """Give rows back that were unused for a while: steps compute them too. To be called between steps."""
         used = [row for row, owner in enumerate(self._owners) if owner is not None]
         idle = len(self._owners) - len(used)
         self._spare = self._spare + idle if used and idle else 0

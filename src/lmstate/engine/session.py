@@ -57,7 +57,7 @@ class KeyedAnswer:
 
     @staticmethod
     def from_json(told: Any, length: int) -> KeyedAnswer:
-        """Of a session of so many tokens. Raises ValueError for what is none."""
+        """Of a session of so many tokens. Raises ValueError for anything else."""
         try:
             answer = KeyedAnswer(**told)
             sound = 0 <= answer.stop <= length and answer.prompt >= 0 and answer.finished in get_args(Finish)
@@ -221,8 +221,8 @@ class Session:
         """Go on with a text, messages or token ids; the options are those of `Engine.submit`.
 
         text      the next message of the user, where the model has a chat template; else plain text
-        messages  what is said next; or the whole conversation again, if it begins with the same message: then it goes
-                  on from where it first differs from what was said
+        messages  the next messages; or the whole conversation again, if it begins with the same message: then it goes
+                  on from the first difference
         ids       are appended as they are
 
         Of several answers (`n`) the first is the conversation's. Raises `SessionBusy` while a request runs.

@@ -16,7 +16,7 @@ def turns(jobs: Iterable[Job]) -> Mapping[Job, Turn]:
 
     A request's turn is the number of answers that its sender wants before it, by rank. So a sender with few requests
     is served before the later ones of a sender with many, and rows are shared evenly between senders who have work.
-    Answers that rest, because nobody reads them, do not count.
+    Answers that rest, because their readers are behind, do not count.
 
     Between equal numbers the sender that has waited longest since one of its requests ended comes first: with fewer
     rows than senders each gets one in its turn, however many others come.

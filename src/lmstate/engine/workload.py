@@ -136,7 +136,7 @@ class Workload:
         self.keep(kept, job)
 
     def rest(self) -> None:
-        """Take the rows of answers back that nobody reads: they go on once their readers have caught up."""
+        """Take rows back from answers whose readers are behind: they go on once their readers have caught up."""
         for choice, job in list(self.jobs.items()):
             if choice in self.jobs and job.request.rests():
                 self.guarded(job, self._rest, choice, job)

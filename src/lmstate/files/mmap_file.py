@@ -75,7 +75,8 @@ class ReadFile:
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading. Raises `OSError`, and `ModelError` for what is no file: a pipe would wait for ever."""
+    """Open a file for reading. Raises `OSError`, and `ModelError` for anything but a file: a pipe would wait for
+    ever."""
     if os.path.isdir(path):  # `fdopen` would name its handle
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))

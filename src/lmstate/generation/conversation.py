@@ -77,7 +77,7 @@ def chat(
     draft     as in `generate`
     template  variables that the chat template knows (`tools`, `enable_thinking`, ...)
 
-    Raises ValueError for what are no messages and a state of several rows, `ModelError` for a model without a chat
+    Raises ValueError for anything but messages and for a state of several rows, `ModelError` for a model without a chat
     template, `UnsupportedError` for pictures: `Engine.submit` and `Model.encode` take them.
     """
     refuse_no_messages(messages)

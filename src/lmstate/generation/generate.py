@@ -2,7 +2,7 @@
 
 What the state holds afterwards, for every row: what it held, the prompt, and the tokens of the answer.
 - The last token of an answer is handed over with `state.queue`: it counts as seen, and the next call computes it
-  together with whatever comes then, so that no forward is spent on logits that nobody may ask for.
+  together with its own tokens. So no forward is spent on logits that may never be needed.
 - An end-of-sequence token ends the answer and is neither in the text nor in the state. A chat's next turn begins with
   the template's own closing of the turn (`<|im_end|>` and a newline, say), and plain text continued has none inside.
 - A stop string is not in the text, and the state is rewound to the last token wholly before it.
@@ -306,7 +306,7 @@ def generate(
                     rows of a state must be empty. `prompt` is then what the answer begins with, and may be left out
     draft           who proposes tokens that the model verifies several at a step: "text" (what the text itself said
                     before), "heads" (the model's own, of one loaded with heads=True), a smaller model, a
-                    `lmstate.speculation.Drafter`, or None; "auto" is the text, and the heads where there are some. The
+                    `lmstate.speculation.Drafter`, or None. "auto" is the text, and the heads where there are some. The
                     text and its probabilities are those without drafts, and how deep to draft is measured
     return_ids      give the answer's token ids instead of its text: a list of ids, or for a list of prompts a list of
                     these. A model without a tokenizer takes ids and needs this

@@ -42,7 +42,7 @@ class Grammar(Protocol):
 
 
 def check_grammar(grammar: object) -> None:
-    """Raise ValueError for what is no grammar."""
+    """Raise ValueError for anything but a grammar."""
     if not isinstance(grammar, Grammar):
         raise ValueError(f"grammar is {grammar!r:.80}; it must have the methods of lmstate.generation.grammar.Grammar")
 

@@ -26,7 +26,7 @@ def are_messages(prompt: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
 
 
 def refuse_no_messages(messages: Any) -> None:
-    """Raises ValueError for what is no list of chat messages."""
+    """Raises ValueError for anything but a list of chat messages."""
     if not are_messages(messages):
         raise ValueError(f"{messages!r:.80} was given; chat messages are a list of dicts with a role and a content")
 

@@ -46,8 +46,8 @@ class Block:
         return mixed if self.output_hook is None else self.output_hook(mixed, step)
 
     def last(self, x: Tensor, step: Step, cache: LayerState, keep: Sequence[int]) -> Tensor:
-        """The block as the last one, where nobody reads the stream behind it but at the last `keep[r]` tokens of each
-        row: what it does with tokens alone is done for those. -> as `ops.last_tokens` gives them."""
+        """The block as the last one, whose output is read only at the last `keep[r]` tokens of each row: the part of it
+        that works token by token is done for those. -> as `ops.last_tokens` gives them."""
         if not self.fusable or self.mlp is None or self.output_hook is not None:
             return ops.last_tokens(self(x, step, cache), step.counts, keep)
         mixed = ops.last_tokens(self.mix(x, step, cache), step.counts, keep)

@@ -66,7 +66,7 @@ def mark_static(weights: Any, state: State) -> None:
     """Tell torch's compiler that neither the weights of a tree nor the state ever move.
 
     Otherwise a CUDA graph copies them to a place of its own before every step, and refuses to change them in place. The
-    addresses are no guards: for another state of the same size the graph is recorded again, and not compiled again.
+    addresses are not guards: for another state of the same size the graph is recorded again, and not compiled again.
     """
     held = [part.tensors().values() if isinstance(part, Weight) else [part] for _, part in weights_in(weights)]
     for tensor in itertools.chain(*held, state.static_tensors()):

@@ -20,7 +20,7 @@ from lmstate.state import CompositeState, Step
 class Encoder:
     """Token ids of a source -> its encoding, which the layers of the decoder make their keys and values of.
 
-    `start_id`: the token that every answer begins with; it is given to the decoder and is no part of the answer.
+    `start_id`: the token that every answer begins with; it is given to the decoder and is not part of the answer.
     """
 
     embed: Weight  # [V, E]

@@ -312,7 +312,7 @@ class Model:
 
         tokens: int64 `[rows, T]`, or one list of ids a row (ragged; an empty list is an idle row).
         logits: `"last"` -> `[rows, V]` at each row's last token (an idle row repeats its last logits, NaN if it has
-        none yet); `"all"` -> `[rows, T, V]`, right-padded with zeros; `"none"` -> None; a number k for each row ->
+        none yet); `"all"` -> `[rows, T, V]`, right-padded with zeros; `"none"` -> None. A number k for each row ->
         `[rows, max(k), V]` at the last k tokens of each, right-padded with zeros. Default: `"last"`, or `"all"` without
         a state.
         commit=False leaves the tokens pending until `state.commit` or `state.discard`; do not write into the logits

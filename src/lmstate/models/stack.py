@@ -1,8 +1,8 @@
 """A stack of blocks, compiled once into a plan: segments of sublayers that run as one native call.
 
 Blocks are plain code, which `run_eager` runs. A `Plan` gives the same to the bit (but for the sigmoid of attention's
-gate): it takes from each block what its parts say of themselves (`sublayers`), groups those that follow each other, and
-falls back to the block's own code where a native body does not know a part, or cannot take it in this step.
+gate). It takes each block's description of its parts (`sublayers`), and groups those that follow each other. It falls
+back to the block's own code where a native body does not know a part, or cannot take it in this step.
 """
 
 from __future__ import annotations

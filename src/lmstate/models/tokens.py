@@ -14,7 +14,7 @@ Tokens = Tensor | Sequence[Sequence[int]]
 
 
 def token_rows(tokens: Tokens, vocab_size: int) -> list[list[int]]:
-    """A list of ids for each row. Raises `StateError` for no rows, and for what are no ids of this vocabulary."""
+    """A list of ids for each row. Raises `StateError` for no rows, and for anything but ids of this vocabulary."""
     if isinstance(tokens, Tensor):
         if tokens.ndim != 2 or tokens.is_floating_point():
             raise StateError(f"tokens are {tokens.dtype} {list(tokens.shape)}; they must be int64 [rows, T]")

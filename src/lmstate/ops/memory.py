@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 LARGE = sys.platform == "linux"
-"""Whether the system has large pages that it gives to whoever asks."""
+"""Whether the system has large pages that it gives on request."""
 CHUNK = 64 << 20  # bytes that small requests share, for a large page is as large as some matrices
 LINE = 64
 
@@ -100,7 +100,7 @@ class Pieces:
 
 
 class PageSpan(NamedTuple):
-    """Bytes that last as long as somebody refers to `memory`, and where they lie."""
+    """Bytes that last as long as `memory` is referred to, and their address."""
 
     memory: memoryview
     address: int

@@ -219,7 +219,7 @@ async def pieces(session: Session, request: EngineRequest, leave: Callable[[], N
 
 
 async def submitted(submit: Callable[[], EngineRequest]) -> EngineRequest:
-    """Submit off the loop, for the store is asked. A request that nobody waits for any more is cancelled."""
+    """Submit off the loop, for the store is asked. A request that no client waits for any more is cancelled."""
     submitting = asyncio.ensure_future(asyncio.to_thread(submit))
 
     def cancel(done: asyncio.Future[EngineRequest]) -> None:

@@ -27,7 +27,7 @@ def make_speculator(
     """The speculation for a batch of `rows`; None: none.
 
     draft    "heads": the model's own multi-token prediction heads; "text": the text itself; "auto": the text, and
-             where it does not repeat itself the heads, if the state has them; None or "none": none; a model: drafts
+             where it does not repeat itself the heads, if the state has them; None or "none": none. A model: drafts
              with it, through text if its tokenizer is another one; a `Drafter`; or a `Speculator` made for this batch
     state    the batch's, for the heads
     sampler  what `model` draws with. A drafting model draws its drafts alike, unless a seed asks for the text that

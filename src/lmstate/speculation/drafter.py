@@ -72,9 +72,11 @@ class ForgettingDrafter(Drafter, Protocol):
 
 
 def as_draft(proposed: Draft | Sequence[int], vocab_size: int, most: int) -> Draft:
-    """A drafter's answer, made safe to verify: at most `most` tokens, up to the first id that is none of the model's.
+    """A drafter's answer, made safe to verify: at most `most` tokens, up to the first id that is not one of the
+    model's.
 
-    Raises StateError where it is no draft, or where what it was drawn from are no distributions over the vocabulary.
+    Raises StateError where it is not a draft, or where `drawn_from` holds anything but distributions over the
+    vocabulary.
     """
     if not isinstance(proposed, Draft):
         proposed = Draft(tuple(token_ids(proposed, "a draft")))

@@ -25,11 +25,11 @@ from lmstate.ops.types.slabs import BufferShape, Slabs
 class BlockPool:
     """Account of the blocks of one or several states, in bytes, with a limit if there is one.
 
-    A block counts from its allocation until nobody holds it any more: no row, no mark, no snapshot.
+    A block counts from its allocation until it has no holder: no row, no mark, no snapshot.
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        """`limit`: bytes. Raises `StateError` for a number below 0, and for what is none."""
+        """`limit`: bytes. Raises `StateError` for a number below 0, and for anything but a number."""
         if limit is not None and not (isinstance(limit, Integral) and limit >= 0):
             raise StateError(
                 f"a pool of {limit!r:.80} bytes was asked for; give a whole number from 0 on, or None for no limit"
@@ -51,7 +51,7 @@ class BlockPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks that somebody holds."""
+        """Bytes of the blocks that are held."""
         with self.lock:
             self._forget_ended()
             return self._nbytes
@@ -105,8 +105,7 @@ class Buffer:
 
 class BlockSpec:
     """Sizes of the blocks of some buffers, and where they lie: on a CPU those of a block in one piece of memory, where
-    decoding reads fast, on other devices many blocks in one tensor. Either become tensors of their own once somebody
-    asks for them."""
+    decoding reads fast, on other devices many blocks in one tensor. Either become tensors of their own at first use."""
 
     def __init__(self, buffers: Mapping[str, Buffer]) -> None:
         self.buffers = dict(buffers)
@@ -119,7 +118,7 @@ class BlockSpec:
         *self._places, self._size = accumulate(sizes, initial=0)
 
     def new(self, count: int, zeroed: bool) -> list[KVBlock]:
-        """Blocks that nobody counts, of zeros or of any numbers. Raises MemoryError."""
+        """Blocks that are not counted, of zeros or of any numbers. Raises MemoryError."""
         if self.slabs is not None:
             return self.slabs.take(count, zeroed)
         blocks: list[KVBlock] = []
@@ -182,7 +181,7 @@ def _zeros(size: int) -> bytes:
 class CapturedBlocks(Mapping[str, Tensor]):
     """Positions `start .. stop - 1` of a row's buffers, held as blocks; tensors `[*heads, n, D]` are made on demand.
 
-    A value: whoever holds the blocks copies one before writing into it.
+    A value: a holder of the blocks copies one before writing into it.
     """
 
     def __init__(
@@ -234,7 +233,8 @@ class CapturedBlocks(Mapping[str, Tensor]):
         return [block for block in self.row.blocks if block is not None]
 
     def follow(self, before: CapturedBlocks) -> None:
-        """Complete the first block by what the piece before it holds there. Nobody else may have the block yet."""
+        """Complete the first block by what the piece before it holds there. The block must not have another holder
+        yet."""
         index, place = divmod(self.start, BLOCK_TOKENS)
         if not place:
             return
@@ -254,7 +254,7 @@ class CapturedBlocks(Mapping[str, Tensor]):
     def joined(pieces: Sequence[CapturedBlocks]) -> CapturedBlocks:
         """Pieces of one row that follow each other. A block that two share is that of the later one.
 
-        Whoever wrote the later piece wrote into the earlier one's block, or into a copy of it.
+        The writer of the later piece wrote into the earlier one's block, or into a copy of it.
         """
         blocks: list[KVBlock | None] = []
         for piece in pieces:

@@ -18,8 +18,8 @@ Call = tuple[Any, ...]
 class Changes:
     """Assignments that an operation comes to, collected from every layer and made by one call of `apply`.
 
-    Whoever adds to it computes and allocates all that it needs, and leaves what it belongs to as it is: an exception on
-    the way has changed nothing. `apply` then runs no line of Python, so that no signal handler comes between two
+    A part that adds to it first computes and allocates all that it needs, and leaves its owner as it is: an exception
+    on the way has changed nothing. `apply` then runs no line of Python, so that no signal handler comes between two
     assignments, and none of them computes, allocates or can fail. Values must be plain attributes, not properties.
     """
 

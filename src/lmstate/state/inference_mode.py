@@ -1,6 +1,6 @@
 """Calls under `torch.inference_mode` that leave ordinary tensors in a state.
 
-What is made in that mode torch lets nobody write into outside of it, and a state outlives the mode: a log, a slot or a
+torch refuses writes outside of that mode into tensors made in it, and a state outlives the mode: a log, a slot or a
 block that one call made is written by a later one.
 """
 

@@ -80,7 +80,7 @@ def _checksum_of(metadata: dict[str, str]) -> str:
 
 
 def by_layer(path: Path, tensors: dict[str, Tensor], count: int) -> tuple[dict[str, Tensor], ...]:
-    """The tensors `layers.{index}.{name}` of each of `count` layers; a tensor that is none of them is an error."""
+    """The tensors `layers.{index}.{name}` of each of `count` layers; any other tensor is an error."""
     layers: tuple[dict[str, Tensor], ...] = tuple({} for _ in range(count))
     for name, tensor in tensors.items():
         start, _, rest = name.partition(".")

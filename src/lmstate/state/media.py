@@ -40,7 +40,7 @@ class Media:
 
     @staticmethod
     def of(embeddings: Tensor, token: int, positions: Tensor | None = None) -> Media:
-        """A picture of these embeddings `[N, E]` or `[N, (1 + D) E]`. Raises `StateError` for what is none."""
+        """A picture of these embeddings `[N, E]` or `[N, (1 + D) E]`. Raises `StateError` for anything else."""
         if not isinstance(embeddings, Tensor) or embeddings.ndim != 2 or not embeddings.is_floating_point():
             raise StateError(f"embeddings are {_shown(embeddings)}; those of a picture are float32 [N, E]")
         if not embeddings.numel():

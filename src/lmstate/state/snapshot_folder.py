@@ -61,7 +61,8 @@ class SnapshotFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """The folder is made where there is none. Raises `OSError` where it cannot be, or is no folder of snapshots."""
+        """The folder is made where there is none. Raises `OSError` where it cannot be made, or is not a folder of
+        snapshots."""
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
         with self._index() as index:

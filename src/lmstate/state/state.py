@@ -263,7 +263,7 @@ class State:
         """A step of `width` tokens a row, planned without a look at the host; and which rows take part, bool `[R]`.
 
         `counts` int64 `[R]`: how many of them are real; None: all. A row that has no room for them, or whose layers
-        miss some of its tokens, or whose count is none of 0 to `width`, takes no part: nothing of it is written, and
+        miss some of its tokens, or whose count is not in 0 to `width`, takes no part: nothing of it is written, and
         `commit` says why. Only a static state has such steps. `record_device_step` makes the tokens pending.
         """
         if self._device.result is not None or (self._pending is not None and self._pending.waits):
@@ -337,7 +337,7 @@ class State:
         """Make one path of each row's pending tree real, and nothing else of it.
 
         paths: for each row the indices of nodes from the top down; an empty one accepts nothing. Raises `PendingError`
-        if no tree is pending, or a path is none.
+        if no tree is pending, or for a path that is not in it.
         """
         tree = self._tree
         if tree is None:
@@ -813,7 +813,7 @@ class State:
         return self._frequency_key(max(row.length, row.expected))
 
     def _logits_of_its_length(self, row: Row) -> Tensor | None:
-        """The last logits, where those of a longer text that is expected are no others."""
+        """The last logits, where they would be the same for the longer text that is expected."""
         return row.logits if self._logits_key(row) == self._frequency_key(row.length) else None
 
 

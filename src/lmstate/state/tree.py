@@ -70,7 +70,7 @@ class PendingTree(Generic[Batch]):
         return out
 
     def chosen(self, paths: Sequence[Sequence[int]]) -> list[int]:
-        """For each row, the branch that begins with its path. Raises `PendingError` for what is no path."""
+        """For each row, the branch that begins with its path. Raises `PendingError` for anything but a path."""
         if len(paths) != len(self.counts):
             raise PendingError(f"commit_path was given {len(paths)} paths for {len(self.counts)} rows; give one each")
         found = []

@@ -51,7 +51,7 @@ def flags(values: bool | Sequence[bool], rows: int, what: str) -> tuple[bool, ..
 
 
 def token_ids(values: Iterable[SupportsIndex], whose: str, vocab_size: int | None = None) -> list[int]:
-    """The ids of one row, in a list that shares nothing with `values`. Raises `StateError` for what is none.
+    """The ids of one row, in a list that shares nothing with `values`. Raises `StateError` for anything but ids.
 
     `whose` they are is for messages: "row 0". With `vocab_size` an id is below it, and never negative.
     """

@@ -51,7 +51,7 @@ _WRITERS = "e escape forceescape groupby join max min sort string unique"  # and
 WRITERS = frozenset(_WRITERS.split())
 """Filters that write, or compare, all the text inside of a value."""
 WALKERS = frozenset(["first", "list", "map", "reject", "rejectattr", "select", "selectattr"])
-"""Filters that go through what they are given item by item, some of them as late as somebody asks."""
+"""Filters that go through their input item by item, some of them lazily."""
 METHODS: dict[type, frozenset[str]] = {
     str: frozenset(_STR_METHODS.split()),
     dict: frozenset(["copy", "get", "items", "keys", "values"]),
@@ -122,7 +122,7 @@ class ChatTemplate:
 
 
 def _without_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The first message whose content is no text, which many templates take nothing but; "" if all are texts."""
+    """The first message whose content is not text, since many templates take only text; "" if all are texts."""
     for index, message in enumerate(messages):
         if not isinstance(content := message.get("content"), str):
             return f' (message {index} has {content!r:.80} for its "content", and no text)'
@@ -254,7 +254,7 @@ def _tojson(
 
 
 def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    """Jinja's own, if what it adds to the lines is no absurd text."""
+    """Jinja's own, if the text that it adds to the lines is not absurdly long."""
     _check_total([len(text), _width(width) * (len(text.splitlines()) + 1)])
     return do_indent(text, width, first, blank)
 

@@ -97,7 +97,7 @@ class Tokenizer:
         """The ids of a text, with the begin and end tokens that the model expects around it unless told otherwise.
 
         A special token written in the text becomes that token; in the messages of `chat` it does not.
-        Raises ValueError for what is no text.
+        Raises ValueError for anything but a text.
         """
         if not isinstance(text, str):
             raise ValueError(f"encode takes a text; it was given {text!r:.80} ({type(text).__name__})")
@@ -106,7 +106,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids. Those past the vocabulary have none: logits may be padded.
 
-        Raises ValueError for what are no whole numbers, negative ids and those past any vocabulary.
+        Raises ValueError for anything but whole numbers, for negative ids and for those past any vocabulary.
         """
         try:
             ids = [operator.index(token) for token in ids]
@@ -148,7 +148,7 @@ class Tokenizer:
         """The ids of `chat_text`: a template writes its own begin tokens.
 
         A control token (`<|im_end|>`, say) that is written in the content of a message is plain text there: it neither
-        ends a turn nor begins one. With `control_tokens=True` it becomes that token. Raises ValueError for what are no
+        ends a turn nor begins one. With `control_tokens=True` it becomes that token. Raises ValueError for anything but
         messages, and for messages that are nested too deep.
         """
         if not isinstance(messages, Iterable) or not all(isinstance(message, Mapping) for message in messages):

@@ -52,7 +52,7 @@ def read_entries(path: str | os.PathLike[str]) -> list[DocumentEntry]:
     "tools" beside it, they go to the chat template. `{"prompt": ..., "completion": ...}`: the completion is learned.
     `{"text": ...}`: all of it. `{"conversations": [{"from": "human", "value": ...}, ...]}` (ShareGPT) and
     `{"instruction": ..., "input": ..., "output": ...}` (Alpaca) are chats. Raises `ModelError` that names the line of
-    what is none of these, `OSError`.
+    any other entry, `OSError`.
     """
     name = str(path)
     if Path(path).suffix.lower() in TEXTS:
@@ -96,7 +96,7 @@ def _as_messages(entry: Any) -> Any:
 
 
 def _check(entry: Any, where: str) -> None:
-    """Refuse what is no document, whatever the model."""
+    """Refuse anything but a document, for every model."""
     if not isinstance(entry, dict):
         raise ModelError(f"{where} holds a {type(entry).__name__}; a document is an object with text, or messages")
     if "messages" in entry:
@@ -125,7 +125,7 @@ def tokenize(
 ) -> list[Document]:
     """The documents of the entries. `eos` ends texts and completions; `skipped` is told where nothing is to be learned.
 
-    Raises `ModelError` for a text that is no Unicode, and for a chat that the template refuses, or writes so that no
+    Raises `ModelError` for a text that is not Unicode, and for a chat that the template refuses, or writes so that no
     answer can be told from the rest.
     """
     end = [] if eos is None else [eos]

@@ -147,8 +147,8 @@ class StreamEvictingLatents(LatentState):
 def attend_kept(
     q: Tensor, k: Tensor, v: Tensor, kept: Tensor, start: int, params: AttentionParams, mask: CausalMask
 ) -> Tensor:
-    """Attention of a chunk to what was kept and to itself: q `[R, T, H, D]` from position `start` on, k and v
-    `[R, K, M + T, D]`, of which the first M are at the positions kept `[R, K, M]` -> float32 `[R, T, H, Dv]`.
+    """Attention of a chunk to the kept slots and to itself, float32 `[R, T, H, Dv]`. q is `[R, T, H, D]` from position
+    `start` on; k and v are `[R, K, M + T, D]`, of which the first M are at the positions kept `[R, K, M]`.
     """
     own = torch.arange(start, start + q.shape[1], device=q.device)
     positions = torch.cat([kept, own.expand(*kept.shape[:2], -1)], dim=-1)[:, :, None]  # [R, K, 1, M + T]

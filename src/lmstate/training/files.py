@@ -22,7 +22,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file, as transformers and PEFT read it. (Its own writer lets nobody else read the file.)"""
+    """Write a safetensors file, as transformers and PEFT read it. (Its own writer lets no other user read the file.)"""
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with atomic_write(path) as part, part.open("wb") as file:
         write_tensors(file, whole, {"format": "pt"})

@@ -104,7 +104,7 @@ def _matching(module: str, patterns: Iterable[str]) -> str | None:
 
 
 def _check_pattern(pattern: str) -> None:
-    """Raise `ModelError` for what is no regular expression, or one that may match forever."""
+    """Raise `ModelError` for anything but a regular expression, and for one that may match forever."""
     try:
         parsed = regex_parser.parse(pattern) if len(pattern) <= MOST_PATTERN else None
     except (re.error, RecursionError, OverflowError) as error:

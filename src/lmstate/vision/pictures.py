@@ -1,4 +1,4 @@
-"""Pictures from files that nobody vouches for: read by Pillow, within limits."""
+"""Pictures from untrusted files: read by Pillow, within limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_RATIO = 100  # of its sides: processors scale the short one up
 def picture_file(path: Path) -> bytes:
     """The content of a picture's file, checked by `read_picture`.
 
-    Raises `StateError`, which names the file, for what is no picture; `OSError` for a file that cannot be read.
+    Raises `StateError`, which names the file, for anything but a picture; `OSError` for a file that cannot be read.
     """
     try:
         if (size := path.stat().st_size) > MOST_BYTES:

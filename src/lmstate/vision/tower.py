@@ -157,7 +157,7 @@ def _digest(inputs: Mapping[str, Tensor]) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' report of the text model's tensors, which nobody asked for."""
+    """Without transformers' report of the text model's tensors, which are not loaded here."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()

@@ -45,7 +45,7 @@ NEXTN = {  # a multi-token prediction head, in a block behind the last layer
 }
 STANDARD = {**ATTENTION, **MLP, **PRE_NORMS}
 BLOCK = r"blk\.(0|[1-9]\d{0,4})\."
-"""Prefix of the name of a tensor inside a block. A number has one spelling: 00 is no layer."""
+"""Prefix of the name of a tensor inside a block. A number has one spelling: 00 is not a layer."""
 # Tensors that hold rope frequencies: they become config values.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -53,8 +53,8 @@ HFConfig = dict[str, Any]
 Tensors = dict[str, TensorPlace]
 Extra = Callable[[Config, str, HFConfig, Tensors], None]
 Change = Literal["convolution", "vector", "decay", "decay vector", "rate", "one more"]
-"""Change that the converter made to a tensor: it took the middle axis out of a convolution's taps [F, 1, C], it gave a
-vector another shape, it stored -exp(A_log) for A_log, or both of these, it stored exp(A_log), or it added 1 to a norm's
+"""Change that the converter made to a tensor. In order: it took the middle axis out of a convolution's taps [F, 1, C];
+gave a vector another shape; stored -exp(A_log) for A_log; both of these; stored exp(A_log); added 1 to a norm's
 weight."""
 
 

@@ -196,7 +196,7 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def part_names(name: str) -> list[str]:
-    """The names of all the files of a model, of which `name` is one; itself alone where it is no part."""
+    """The names of all the files of a model, of which `name` is one; itself alone where it is not a part."""
     match = PART.fullmatch(name)
     if match is None or int(match[3]) > MOST_PARTS:
         return [name]

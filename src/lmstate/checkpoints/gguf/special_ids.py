@@ -12,7 +12,7 @@ def special_id(metadata: Config, name: str, vocab_size: int, notes: list[str] | 
     """The id that a file gives for a special token ("bos", "unknown", ...); None without one.
 
     Converters wrote ids past the vocabulary, and -1 for none. Such an id is set aside, with a note. Raises `ModelError`
-    for what is no whole number.
+    for anything but a whole number.
     """
     key = f"tokenizer.ggml.{name}_token_id"
     sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"

@@ -51,7 +51,7 @@ def _words(letters: str, digits: str, symbols: str = r" ?[^\s\p{L}\p{N}]+[\r\n]*
 
 
 def _cased(suffix: str, digits: str, without: str = "") -> str:
-    """Words that a capital begins: letters that are no lower case, then letters that are no upper case."""
+    """Words that a capital begins: letters other than lower case, then letters other than upper case."""
     upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]"
     lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]"
     begin = r"[^\r\n\p{L}\p{N}]?"

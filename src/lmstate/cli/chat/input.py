@@ -66,7 +66,7 @@ def marked_pastes() -> Iterator[None]:
 
 
 def as_text(given: str, what: str) -> str:
-    """`given` itself. Raises ValueError if Python had to keep bytes in it that are no text."""
+    """`given` itself. Raises ValueError if Python had to keep bytes in it that are not text."""
     try:
         given.encode()
     except UnicodeEncodeError as error:

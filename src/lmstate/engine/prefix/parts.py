@@ -60,7 +60,7 @@ class Split:
     def run_of(self, read: Layers, start: int) -> Layers:
         """A run that was written, of the positions from `start` on, in blocks of its own.
 
-        Raises SnapshotError for what is no run of such a state.
+        Raises SnapshotError for anything but a run of such a state.
         """
         return tuple(_in_blocks(layer, slots, start) for layer, slots in zip(self._whole(read), self.per_token))
 

@@ -104,7 +104,7 @@ class PrefixStore:
         return wanted
 
     def fill(self, match: Match, made: Mapping[str, Layers]) -> bool:
-        """Put what was read for a match in its place. False if there is no room, or if some of it is no good.
+        """Put what was read for a match in its place. False if there is no room, or if some of it is unusable.
 
         `made`: of keys that were `missing`. A run that is too short is forgotten; all else stays.
         """
@@ -143,7 +143,7 @@ class PrefixStore:
             self._remove(node)
 
     def forget_stored(self, keys: Iterable[str]) -> None:
-        """These could not be read, or were no good: never ask for them again."""
+        """These could not be read, or were unusable: never ask for them again."""
         gone = set(keys)
         for _, node in self.nodes():
             if node.stored_run is not None and node.stored_run.key in gone:
@@ -434,7 +434,7 @@ class PrefixStore:
         return self.nbytes + need <= self.limit
 
     def _candidates(self, pinned: bool) -> Iterator[tuple[float, Node]]:
-        """(seconds that it saves a byte, aged; node) of all that can go; with `pinned`, whoever needs it."""
+        """(seconds that it saves a byte, aged; node) of all that can go; with `pinned`, also of pinned entries."""
         now = next(self._clock)
         needed = set() if pinned else {part for _, node in self.nodes() if node.pins for part in node.path()}
         for _, node in self.nodes():

@@ -136,7 +136,7 @@ class Fetch:
         return self.ended or perf_counter() > self._until
 
     def stop(self) -> None:
-        """Begin to read nothing more: nobody waits for it."""
+        """Begin to read nothing more: it is not needed."""
         self._left.clear()
 
     def _run(self) -> None:

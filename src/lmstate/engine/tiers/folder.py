@@ -135,7 +135,7 @@ class FolderTier(Tier):
         return self._newer()
 
     def find(self, tokens: Sequence[int], salt: str = "") -> list[tuple[str, Entry]]:
-        """All that other processes have written since somebody looked, of whatever texts."""
+        """All that other processes have written since the last look, of any text."""
         return list(self._newer(MOST_NEW))
 
     def _newer(self, most: int = -1) -> Iterator[tuple[str, Entry]]:
@@ -287,7 +287,8 @@ class FolderTier(Tier):
             held -= freed
 
     def _note_uses(self) -> None:
-        """Have the index know what was read: when something is written to it in any case, for nobody waits then."""
+        """Have the index know what was read: when something is written to it in any case, since no request waits for
+        that."""
         used = [(when, self.namespace, key) for key, when in self._used.copy().items()]
         self._index.executemany("update entries set used = ? where namespace = ? and key = ?", used)
         for _, _, key in used:

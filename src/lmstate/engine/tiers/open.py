@@ -47,7 +47,7 @@ def check_store(store: str | os.PathLike[str]) -> None:
 
 
 def _opened(store: str | os.PathLike[str]) -> tuple[str, Blobs | None]:
-    """(the store's name, its blobs if it is no folder). Nothing is asked of it yet."""
+    """(the store's name, its blobs if it is not a folder). Nothing is asked of it yet."""
     if not isinstance(store, str | os.PathLike) or not isinstance(where := os.fspath(store), str):
         raise ValueError(f"store={store!r:.80} was asked for; name a folder or a URL")
     if not where:

@@ -100,8 +100,8 @@ def attend_reference(
 @lru_cache(maxsize=8)
 def rows_together(spans: tuple[tuple[int, int], ...], heads: int) -> list[range]:
     """Rows that follow each other and are attended to at once: those that are alike, and where each operation is a
-    launch those of few new tokens, unless three quarters would be read for nothing or scores of so many heads, if all
-    were there at once, be more than `AT_ONCE`. heads: 0 where only rows that are alike go together."""
+    launch those of few new tokens. Not where three quarters would be read for nothing, or where all scores of `heads`
+    heads together would be more than `AT_ONCE`. heads: 0 where only rows that are alike go together."""
     found, first, longest, total, widest = [], 0, 0, 0, 0
     for r, (start, count) in enumerate(spans):
         length = start + count + SPARE

@@ -1,9 +1,8 @@
 """Attention over compressed latents (MLA) that are never expanded to keys and values.
 
 With k_h = [W_h c ; r] and v_h = U_h c for a stored latent c and a rope key r that all heads share, the score of head h
-is (W_h^T q_nope)^T c + q_rope^T r, and what it reads is U_h times the weighted sum of the latents. So the mixer folds
-W_h into the query and U_h into the output, and every head attends to the same [S, Lat] and [S, Dr]. DeepSeek-V2
-(2405.04434).
+is (W_h^T q_nope)^T c + q_rope^T r. Its output is U_h times the weighted sum of the latents. So the mixer folds W_h into
+the query and U_h into the output, and every head attends to the same [S, Lat] and [S, Dr]. DeepSeek-V2 (2405.04434).
 """
 
 from __future__ import annotations

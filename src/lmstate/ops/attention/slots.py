@@ -93,8 +93,8 @@ def scores_after(before: Tensor, columns: Tensor, filled: int, count: int, n: in
 
 
 def behind_all(ranks: Tensor, guarded: Tensor) -> Tensor:
-    """The ranks, with those that are guarded behind all others: a model that overflowed has ranks that are no numbers,
-    and as many slots must go of its heads as of any."""
+    """The ranks, with those that are guarded behind all others: a model that overflowed has NaN ranks, and as many
+    slots must go of its heads as of any."""
     return ranks.nan_to_num(nan=torch.finfo(torch.float32).max).masked_fill(guarded, torch.inf)
 
 

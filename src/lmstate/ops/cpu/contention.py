@@ -58,7 +58,7 @@ def busy_seconds(stat: str, processors: set[int], ticks: int) -> float | None:
 class Contention:
     """Measures what other processes take of the processors while this one computes, now and then.
 
-    Whoever computes calls `threads` before it, and between the parts of something long, and `rest` behind it.
+    A computation calls `threads` before it begins, and between its parts if it is long, and `rest` after it.
     """
 
     def __init__(self) -> None:

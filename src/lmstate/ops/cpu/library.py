@@ -36,6 +36,6 @@ class Library:
             self._pause(SOFT_PAUSE)
 
     def set_threads(self, count: int) -> None:
-        """Set the threads of what the calling thread computes, torch's operations too, and nobody else's."""
+        """Set the threads of what the calling thread computes, torch's operations too, and no other thread's."""
         if self._set_threads is not None:
             self._set_threads(count)

@@ -11,7 +11,7 @@ from lmstate.ops import dispatch
 def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
     """x: float32 `[R, V]` -> the largest number of each row, float32 `[R]`, and its first place, int64 `[R]`.
 
-    As in `torch.max`, what is no number counts as larger than all.
+    As in `torch.max`, NaN counts as larger than all.
     """
     library = dispatch.native(x)
     if library is None or x.dtype != torch.float32:

@@ -44,7 +44,7 @@ def sample(
 ) -> Tensor:
     """One token for each row, int64 `[R]`: the first, of its `candidates` by id, whose cumulative exceeds a number.
 
-    logits: float32 `[R, V]`; uniform: float64 `[R]` on the processor, in 0..1. -1 where a row's logits are no numbers,
+    logits: float32 `[R, V]`; uniform: float64 `[R]` on the processor, in 0..1. -1 where a row has NaN among its logits,
     or its largest is infinite.
     """
     library = dispatch.native(logits)

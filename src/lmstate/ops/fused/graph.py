@@ -56,7 +56,7 @@ def fuses() -> bool:
 def is_short(x: Tensor, tokens: int | None = None) -> bool:
     """Whether a stream is short enough to be worth fusing, and of the dtype that native bodies take.
 
-    tokens: how many of its are no padding, if some are.
+    tokens: how many of its tokens are not padding, if some are.
     """
     width = x.shape[-1]
     return (x.numel() if tokens is None else tokens * width) <= FUSED_ROWS * width and x.dtype == torch.float32
@@ -244,8 +244,8 @@ class FusedGraph:
     def flush(self, keep: Sequence[int] | None = None) -> Tensor:
         """Apply the pending sublayers: the stream after them, float32 `[R, T, E]`.
 
-        keep: that of as many last tokens of each row alone, as `last_tokens` gives them; what nobody else reads is not
-        computed. Nothing can be added then.
+        keep: that of as many last tokens of each row alone, as `last_tokens` gives them; tokens that are not read are
+        not computed. Nothing can be added then.
         """
         if not self._pending.sublayers:
             whole = [self._shape[1]] * self._shape[0] if self._counts is None else self._counts.tolist()

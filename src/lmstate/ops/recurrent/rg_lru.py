@@ -4,7 +4,7 @@
     h_t = a_t h_{t-1} + sqrt(1 - a_t^2) sigmoid(input gate) x_t
 
 De et al., "Griffin" (2402.19427). The first token of a sequence is not scaled down: it enters as sigmoid(input gate) x.
-Which token is the first, the carry knows (`seen`), so nobody has to pass positions.
+The carry knows which token is the first (`seen`), so no positions are passed.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ BLOCK_TOKENS = 64
 class KVBlock(ABC):
     """`BLOCK_TOKENS` positions of one row in one layer: a tensor `[*heads, B, D]` for each of its buffers.
 
-    It lives as long as somebody holds it.
+    It lives as long as it is held.
     """
 
     __slots__ = ("__weakref__", "_tensors", "filled", "nbytes")
@@ -36,7 +36,7 @@ class KVBlock(ABC):
 
     @abstractmethod
     def make(self) -> tuple[Tensor, ...]:
-        """Its tensors, the first time that somebody asks for them."""
+        """Its tensors, made at first use."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

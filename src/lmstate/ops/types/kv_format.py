@@ -2,8 +2,8 @@
 
 A vector is transformed so that no number of it stands out; `x = scale * code`, one scale, or one for each group of a
 long vector, float16. Codes of 8 bits are int8; of 4 and 2 bits they are -7.5, -6.5 .. 7.5 and -1.5 .. 1.5, stored as
-what they are more than the least, 2 or 4 in a byte: number i of the n of a vector is field `i // (n * bits / 8)` of
-byte `i % (n * bits / 8)`, the lowest bits first.
+the difference from the least. A byte holds 2 or 4: number i of the n of a vector is field `i // (n * bits / 8)` of byte
+`i % (n * bits / 8)`, the lowest bits first.
 
 Of a block of `BLOCK` positions: `x = scale * code + middle`, a scale and a middle for each channel. The codes of a
 channel are those of a vector. Across the block's slots lie the codes, channel by channel; all scales, then all middles.
@@ -103,7 +103,7 @@ def unpacked(codes: Tensor, bits: int) -> Tensor:
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """x `[..., D]` times a Hadamard matrix, its own inverse; in blocks where D is no power of two. float32."""
+    """x `[..., D]` times a Hadamard matrix, its own inverse; in blocks where D is not a power of two. float32."""
     matrix = hadamard_matrix(x.shape[-1] & -x.shape[-1], x.device)
     return (x.float().unflatten(-1, (-1, len(matrix))) @ matrix).flatten(-2)
 

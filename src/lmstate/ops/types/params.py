@@ -217,9 +217,9 @@ class KVView:
     """Keys `[R, K, S, D]` and values `[R, K, S, Dv]` in rings or blocks, and what a query sees.
 
     A layer that has evicted some counts what it kept instead of positions: `starts` int64 `[R]` says how many (these
-    alone may be replaced). It may ask for two things to be filled in: `columns` float32 `[R, K, n, S]` with the
-    attention that slots receive (see `ops.attend_slots.AttentionSums`; what lies behind the filled ones stays as it
-    is), and `queries` float32 `[R, T, H, D]` with the queries as they attend.
+    alone may be replaced). It may ask for two things to be filled in. `columns` float32 `[R, K, n, S]` gets the
+    attention that slots receive (see `ops.attend_slots.AttentionSums`; those behind the filled ones stay as they are).
+    `queries` float32 `[R, T, H, D]` gets the queries as they attend.
     """
 
     k: Stored

@@ -33,7 +33,7 @@ class BufferShape(NamedTuple):
 
 
 class Slab:
-    """Blocks side by side, the first of them of zeros and nobody's.
+    """Blocks side by side; the first holds zeros and has no holder.
 
     `buffers`: `[blocks * B, K, D]` each, position by position, so that blocks that follow each other are one sequence.
     """
@@ -99,8 +99,8 @@ class _Lease(ref[SlabBlock]):
 class Slabs:
     """The slabs of one layer's blocks: each has room for as much again, up to `MOST` bytes.
 
-    A block goes back to its slab once nobody holds it, and an empty slab to the device when blocks are taken next, but
-    for one of no more than `MOST` bytes.
+    A block goes back to its slab once it is not held any more, and an empty slab to the device when blocks are taken
+    next, but for one of no more than `MOST` bytes.
     """
 
     def __init__(self, shapes: Sequence[BufferShape], device: torch.device) -> None:

@@ -102,7 +102,7 @@ class Bfloat12Weight(Weight):
 def to_bfloat12(weight: Weight) -> Weight:
     """Pack a weight losslessly: a bfloat16 matrix on the processor in 12 bits, where a native body reads them.
 
-    Anything else comes back as it is: K that is no multiple of 64, or a matrix with many numbers of rare magnitude.
+    Anything else comes back as it is: K that is not a multiple of 64, or a matrix with many numbers of rare magnitude.
     """
     table = common_bytes(weight)
     return weight if table is None else packed(weight, table)

@@ -83,7 +83,7 @@ class CompileCheck:
         await helper.stdin.drain()
 
     async def _tried(self, helper: asyncio.subprocess.Process, lark: str) -> None:
-        """Wait for a helper's answer. An error in a grammar is no matter of costs: who compiles it finds it again."""
+        """Wait for a helper's answer. An error in a grammar does not count as cost: its compilation finds it again."""
         assert helper.stdout is not None
         await self._write(helper, lark)
         if not await helper.stdout.readline():

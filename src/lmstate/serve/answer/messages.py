@@ -220,8 +220,8 @@ class Renderer:
     def _text(self, chat: Chat, messages: Sequence[Message], generation: bool = True) -> str:
         """A conversation in the first form in which the template writes all of it. Raises `ApiError` if there is none.
 
-        Templates disagree on arguments as text or as an object, and some refuse a second system message, any system
-        message, two messages of one role in a row or two calls in one; some leave out a late system message, the calls
+        Templates disagree on arguments as text or as an object. Some refuse a second system message, any system
+        message, two messages of one role in a row or two calls in one. Some leave out a late system message, the calls
         of earlier answers, or the text beside a call.
         """
         last = messages[-1] if generation and chat.continued else None
@@ -473,7 +473,7 @@ def without_volatile(text: str) -> str:
 
 
 def loads(text: str) -> Any:
-    """The value of a JSON text; the text itself where it is none, or nested deeper than a body may be."""
+    """The value of a JSON text; the text itself where it is not JSON, or nested deeper than a body may be."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

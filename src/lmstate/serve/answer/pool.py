@@ -216,7 +216,7 @@ class ModelPool:
         log.info("unloaded %s", served.name)
 
     async def watch(self) -> None:
-        """Unload models that nobody asks for. Runs until it is cancelled."""
+        """Unload models that are not in use. Runs until it is cancelled."""
         while self.unload_after is not None:
             await asyncio.sleep(min(1.0, self.unload_after / 4))
             for served in self.models:

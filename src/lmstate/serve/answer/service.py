@@ -329,7 +329,8 @@ class Service:
     def remember(self, task: ChatTask, answer: Answer, message: Message) -> Sampled | None:
         """Keep an answer's tokens, for when a client sends `message` back, in whatever words.
 
-        Not those of an answer that was cut, or that a stop string ended: they go on with what nobody was told of.
+        Not those of an answer that was cut, or that a stop string ended: their tokens go on past the text that was
+        sent.
         """
         assert task.completion is not None
         by = task.completion.stopped_by[answer.index]

@@ -259,7 +259,7 @@ async def upload(service: Service, request: Request) -> ASGIApp:
 
 
 def nodes_of(session: Session) -> tuple[list[MessageNode], str]:
-    """(one branch of messages, the system prompt). Raises `ApiError` for a session that is no chat."""
+    """(one branch of messages, the system prompt). Raises `ApiError` for a session that is not a chat."""
     tokens, system, nodes, length = session.tokens, "", list[MessageNode](), 0
     told = session.messages
     if not told:

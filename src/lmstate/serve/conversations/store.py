@@ -158,7 +158,7 @@ class ConversationStore:
         raise OSError(f"the conversation {id} in the store changes all the time")
 
     def _remove(self, names: set[str]) -> None:
-        """Remove values that no record has any more; what stays behind if that fails is in nobody's way."""
+        """Remove values that no record has any more; values that stay behind if that fails do no harm."""
         if names:
             with suppress(*STORE_ERRORS):
                 self._records.remove_values(self._values, names)

@@ -59,7 +59,7 @@ def read_content(content: Content | None, path: str, role: str = "assistant") ->
 
 
 def _picture(part: ContentPart, path: str) -> str | None:
-    """The URL of a picture; None for a part that is none."""
+    """The URL of a picture; None for a part that is not a picture."""
     if part.type not in PICTURE_PARTS:
         return None
     given = part.image_url

@@ -49,7 +49,7 @@ class TokenPlaces:
 
 
 def name_of(raw: bytes) -> str:
-    """A token's text; bytes that are no whole characters are written out."""
+    """A token's text; bytes of incomplete characters are written out."""
     return raw.decode("utf-8") if is_whole(raw) else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 

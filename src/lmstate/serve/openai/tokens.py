@@ -51,7 +51,7 @@ def texts_of(service: Service, tokens: list[int]) -> list[str]:
 
 
 def pieces_of(service: Service, tokens: list[int]) -> list[dict[str, Any]]:
-    """Each token with its text, as llama-server has them: what is no UTF-8 by itself is an array of bytes."""
+    """Each token with its text, as llama-server has them: a token that is not UTF-8 by itself is an array of bytes."""
 
     def piece(raw: bytes) -> str | list[int]:
         try:

@@ -39,7 +39,7 @@ class ToolFormat(ABC):
         """The grammar of calls."""
 
     def head(self, literal: Literal) -> str:
-        """The term that this format writes before an answer that is no call; empty for most."""
+        """The term that this format writes before an answer that is not a call; empty for most."""
         return ""
 
     def framed(self, lark: str, literal: Literal) -> str:
@@ -85,7 +85,7 @@ def arguments_term(tool: Tool) -> str:
 def call_object(reader: Reader, arguments_keys: Sequence[str] = ("arguments", "parameters")) -> Parse[bool]:
     """One `{"name": ..., "arguments": {...}}`, its arguments passed on as they come.
 
-    Returns False, with the text unread again, where it is no such object: the caller shows it as text.
+    Returns False, with the text unread again, where it is not such an object: the caller shows it as text.
     """
     reader.record()
     name: str | None = None
@@ -138,7 +138,7 @@ def unwrapped(text: str) -> str:
 
 
 def as_json(text: str) -> Any:
-    """The value of a JSON text; None for what is no JSON."""
+    """The value of a JSON text; None for any other text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

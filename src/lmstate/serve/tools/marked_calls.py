@@ -195,7 +195,7 @@ class LlamaCalls(ToolFormat):
         yield from reader.until((), Text)
 
     def _is_call(self, reader: Reader, names: Sequence[str]) -> Parse[bool]:
-        """Whether the object names a tool first: an answer may be JSON that is no call."""
+        """Whether the object names a tool first: an answer may be JSON that is not a call."""
         while True:
             text = SPACE_OUTSIDE.sub(r"\1", reader.text)
             heads = ['{"type":"function","name":' + name for name in names] + ['{"name":' + name for name in names]

@@ -1,6 +1,6 @@
 """Answers that come before all of their request has: what the client still sends is read before the connection closes.
 
-One that is closed with bytes that nobody read is reset, and a client that sends until the end never sees the answer.
+One that is closed with unread bytes is reset, and a client that sends until the end never sees the answer.
 """
 
 from __future__ import annotations

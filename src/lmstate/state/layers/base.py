@@ -81,7 +81,7 @@ class LayerState(ABC):
 
     @abstractmethod
     def capture(self, row: int, length: int) -> Mapping[str, Tensor]:
-        """All that the row needs to go on from `length`, without a row axis: copies, or blocks that nobody changes."""
+        """All that the row needs to go on from `length`, without a row axis: copies, or blocks that never change."""
 
     @abstractmethod
     def restore(self, row: int, length: int, tensors: Mapping[str, Tensor], changes: Changes) -> None:
@@ -145,7 +145,7 @@ class LayerState(ABC):
         return 0
 
     def leaves(self) -> list[LayerState]:
-        """The layer states in it that are no composites: itself, most often."""
+        """The layer states in it that are not composites: itself, most often."""
         return [self]
 
 

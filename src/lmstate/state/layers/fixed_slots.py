@@ -22,8 +22,8 @@ class FixedSlots:
 
     Without a window S is the capacity and nothing wraps; with one they are a ring that holds its span and a step. A
     row's slots hold the positions from `written_to[r] - S` on, where `written_to[r]` is the end of all that was ever
-    written: writing position p overwrites `p - S`, also in a step that is discarded, so that a speculative step that
-    wraps keeps copies of what was there.
+    written. Writing position p overwrites `p - S`, also in a step that is discarded. So a speculative step that wraps
+    keeps copies of the overwritten slots.
     """
 
     def __init__(self, layout: Layout, buffers: Mapping[str, Buffer], window_span: int | None) -> None:

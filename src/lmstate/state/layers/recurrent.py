@@ -48,9 +48,9 @@ class RecurrentState(LayerState):
 
     A step scans to a next carry, which `commit` adopts. If only a prefix was accepted, the step's inputs are scanned
     again from the old carry: at once, or, where a native body does it in passing, at the beginning of the next step's
-    scan (what is `unscanned` until then). To go back, each row's carry at the last two multiples of `rewind` (its
-    checkpoints) and the inputs since the older of them (the log, a ring) are kept: any of the last `rewind` positions,
-    and usually more, is reached by scanning again from a checkpoint. Tensors of a carry are never written into, so that
+    scan (what is `unscanned` until then). To go back, each row keeps its carry at the last two multiples of `rewind`
+    (its checkpoints) and the inputs since the older of them (the log, a ring). Any of the last `rewind` positions, and
+    usually more, is reached by scanning again from a checkpoint. Tensors of a carry are never written into, so that
     they are shared freely.
 
     Of a static layout, carry, next carry and the step's inputs have tensors of their own, that a `DeviceStep` fills.
@@ -122,7 +122,7 @@ class RecurrentState(LayerState):
     def single_scan_carry(self, step: Step) -> Carry | None:
         """The carry that all of a step's inputs are scanned from at once; None where a checkpoint lies between them.
 
-        Whoever scans them says so with `record`.
+        The scan is then reported with `record`.
         """
         pending = self._reserved()
         if any(stops != list(step.counts) for stops, _ in stops_of(step, pending.step.ends, self.period)):

@@ -20,7 +20,7 @@ from lmstate.checkpoints.gguf.architectures.windowed import GEMMA
 from lmstate.errors import ModelError
 
 UNTURNED = 1e20
-"""A divisor of a rotary frequency beyond which it is none."""
+"""A divisor of a rotary frequency from which on the channels do not rotate."""
 
 
 def _shared(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:

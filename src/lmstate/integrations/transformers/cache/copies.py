@@ -17,7 +17,7 @@ from lmstate.integrations.transformers.cache.rewind_log import Anchor, RewindLog
 def shared(value: object) -> Iterator[Tensor]:
     """The tensors in here that a copy shares: those of layers of ours and of what is kept to go back.
 
-    Nobody writes into them in place but their owners, each of which has a `Sharing` to ask first.
+    Only their owners write into them in place, and each asks its `Sharing` first.
     """
     if isinstance(value, Tensor):
         yield value

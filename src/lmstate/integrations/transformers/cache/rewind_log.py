@@ -52,7 +52,7 @@ class RewindLog:
         self.seen = 0
         """Tokens fed, for models without attention."""
         self.lost = False
-        """A failed call left carries that belong nowhere."""
+        """A failed call left carries that belong to no position."""
 
     @property
     def known(self) -> int:

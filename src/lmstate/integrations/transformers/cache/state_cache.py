@@ -53,8 +53,8 @@ class StateCache(DynamicCache, hooks.ObservedCache):
 
     Going back (`rewind`, `crop`) is free for attention, and in sliding windows up to `rewind` tokens. A recurrent layer
     cannot run backwards: its carry is kept at up to `anchors` earlier places (the turns of a chat, and every 256
-    tokens), and before every draft while `generate` drafts; from the last of them that lies early enough the tokens
-    are fed again through the model, those and no others, and counted in `recomputed`.
+    tokens), and before every draft while `generate` drafts. From the last of them that is early enough only the tokens
+    behind it are fed again through the model; `recomputed` counts them.
 
     `model`: a model of transformers, or a module around one (PEFT's); the cache belongs to the model of transformers.
     Raises `UnsupportedError` for a model whose state transformers keeps elsewhere, and for a module without one.

@@ -11,8 +11,8 @@ class Transfers:
     """The layers of a cache, and the stream on which transformers fetches those that it sent away.
 
     Both directions are asynchronous. transformers asks for the next layer ahead, and waits for it where the next
-    layer's keys are stored: too late for a recurrence in front of a layer's attention, and for a model in which one
-    layer alone is sent away; and nobody waits for what the host then reads.
+    layer's keys are stored. That is too late for a recurrence in front of a layer's attention, and for a model in which
+    one layer alone is sent away. transformers also never waits for copies that the host reads.
     """
 
     def __init__(self, layers: list[Any], stream: Any) -> None:

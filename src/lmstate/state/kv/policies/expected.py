@@ -18,7 +18,7 @@ class ExpectedAttention(Budget):
     """Keeps the slots that queries like the last `window` ones will attend to from the next `future` positions.
 
     The last queries, turned back from their positions and on to the average of future ones, are taken for normal with
-    mean m and covariance C; a slot's weight is then exp(m k + k C k / 2), normalized over the slots, averaged over the
+    mean m and covariance C. A slot's weight is then exp(m k + k C k / 2), normalized over the slots, averaged over the
     query heads of a group, times the length of its value. Asked again whenever the budget is passed, `batch` slots at a
     time: between two evictions a head holds `budget - batch` or more.
     """

@@ -16,9 +16,9 @@ class SnapKV(Budget):
     """Keeps the slots that the last `window` queries attend to, and those `window` tokens themselves.
 
     Scores are sums over the queries of their attention to what is kept, the largest of `pool` neighbors in the text,
-    averaged over the query heads of a group. The paper scores a prompt once; here the same rule is asked again whenever
-    the budget is passed, for a quarter of it at a time (or `window` slots, where that is more): between two evictions
-    a head holds the rest of the budget or more.
+    averaged over the query heads of a group. The paper scores a prompt once. Here the same rule is applied again
+    whenever the budget is passed, for a quarter of it at a time (or `window` slots, where that is more). Between two
+    evictions a head holds the rest of the budget or more.
     """
 
     budget: int = 2048

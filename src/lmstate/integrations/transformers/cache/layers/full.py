@@ -1,8 +1,8 @@
 """Attention layers of the cache whose keys and values only grow.
 
-Why these and those of window.py are not `lmstate.state.AttentionState`: transformers takes keys back from the cache, in
-the order of their positions and with none missing, and builds its mask for that order; a ring would have to be
-unrolled, by a copy, at every token. So keys are a tensor in order here, with room behind it.
+These and those of window.py are not `lmstate.state.AttentionState`. transformers takes keys back from the cache, in the
+order of their positions and with none missing, and builds its mask for that order. A ring would have to be unrolled, by
+a copy, at every token. So keys are a tensor in order here, with room behind it.
 """
 
 from __future__ import annotations

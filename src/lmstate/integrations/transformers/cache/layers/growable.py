@@ -16,7 +16,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by b
 class GrowableTensor:
     """The memory `[R, ..., S, D]` that a view `[R, ..., n, D]` of it (n <= S) can grow into, along the axis before D.
 
-    The view is the truth, and its owner may replace it: a tensor that is no view of this memory is taken over at the
+    The view is the truth, and its owner may replace it: a tensor that is not a view of this memory is taken over at the
     next `extend`. What `extend` hands out stays as it is until tokens are removed and others written in their place, or
     rows are selected.
 
@@ -76,8 +76,8 @@ class GrowableTensor:
     def select(self, held: Tensor, rows: Tensor) -> Tensor:
         """`held[rows]`, with the same room behind it.
 
-        Where there are as many rows as before and nobody shares the memory, it is changed in place: behind what each
-        row that changes has in common with the one that it becomes.
+        With as many rows as before, memory that is not shared is changed in place: behind the part that each changed
+        row has in common with the one that it becomes.
         """
         if held is not self.view:
             self.drop()

@@ -33,7 +33,7 @@ class Sharing:
         return len(self._group.holders) == 1
 
     def claim(self, start: int, stop: int) -> bool:
-        """Whether positions start..stop are this holder's to write: nobody else is left, or wrote so far."""
+        """Whether positions start..stop are this holder's to write: no other holder is left, or none wrote this far."""
         with _LOCK:
             if start < self._group.written and not self.alone:
                 return False
