@@ -100,6 +100,7 @@ def test_the_tokenizers_decide_which_drafter_a_model_is() -> None:
 
 
 def test_other_ids_without_a_tokenizer_are_refused() -> None:
-    bare: Any = replace(ours("llama"), config=replace(ours("llama").config, vocab_size=50))
+    network = ours("llama").network
+    bare: Any = replace(ours("llama"), network=replace(network, config=replace(network.config, vocab_size=50)))
     with pytest.raises(ValueError, match="no tokenizer to translate by"):
         make_speculator(bare, ours("llama"), 1, Sampler(), None)

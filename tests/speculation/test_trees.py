@@ -105,7 +105,7 @@ def test_what_is_no_tree_or_no_path_is_refused_and_changes_nothing() -> None:
     assert state.pending == [0]
     model([[8, 9, 10]], state, parents=[[-1, 0, 0]], commit=False)
     for path in ([1], [0, 1, 2], [3], [2, 0]):
-        with pytest.raises(lmstate.PendingError, match="no path"):
+        with pytest.raises(lmstate.PendingError, match="not a path"):
             state.commit_path([path])
     for forbidden in (state.commit, lambda: state.rewind(0, 1), lambda: state.snapshot(0), lambda: model([[1]], state)):
         with pytest.raises(lmstate.PendingError):

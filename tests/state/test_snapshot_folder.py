@@ -143,7 +143,7 @@ def test_numbers_that_do_not_fit_each_other_are_refused_before_a_part_is_read(tm
         for change in ({"parts": long}, {"cached": 10**9}, {"cached": -1}, {"parts": short}):
             index.execute("update snapshots set manifest = ?", (json.dumps({**told, **change}),))
             index.commit()
-            with pytest.raises(SnapshotError, match="what it says"):
+            with pytest.raises(SnapshotError, match="its record of"):
                 folder.load("one")
     index.close()
 
