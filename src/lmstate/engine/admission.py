@@ -34,7 +34,7 @@ class Admission:
                 work.guarded(each.job, self._resume, each)
             elif not self._better_wait(each):
                 if not self._budget.fits(len(each.prompt), each.pictured):
-                    return  # nobody overtakes it: with small ones before it, a large one might never start
+                    return  # no overtaking: small requests would starve a large one
                 work.waiting.discard(each)
                 work.guarded(each, self._start, each)
 

@@ -45,7 +45,7 @@ class Conversations:
         self._prefixes, self._replay, self._tier = prefixes, replay, tier
         self._vocab_size, self._most = model.config.vocab_size, model.max_positions
         self._patience = Patience()
-        self._foreign: set[str] = set()  # names under which a tier has what is no session
+        self._foreign: set[str] = set()  # names under which a tier has something other than a session
         self._sessions: dict[str, Session] = {}
         self._pins: dict[Session, list[Node]] = {}  # what live sessions need
         self._unstored: set[Session] = set()  # whose last turn is not in the tier yet
@@ -163,7 +163,7 @@ class Conversations:
             self._unstored.discard(session)
             if (moved := future.exception()) is None:
                 session.confirm(future.result())
-            elif commit.late or not self._durable:  # nobody waits for it
+            elif commit.late or not self._durable:  # no request waits for it
                 LOG.warning("the last change of session %r is lost: %s", session.name, moved)
 
         commit.done.add_done_callback(done)

@@ -35,7 +35,7 @@ class Delivery:
             for loop, waiter in tell():
                 waiting.setdefault(loop, []).append(waiter)
         for loop, waiters in waiting.items():
-            with suppress(RuntimeError):  # the loop was closed: nobody waits there any more
+            with suppress(RuntimeError):  # the loop was closed: no waiter is left
                 loop.call_soon_threadsafe(_release, waiters)
 
 

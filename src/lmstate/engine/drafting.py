@@ -29,7 +29,7 @@ from lmstate.state import State
 if TYPE_CHECKING:
     from lmstate.models.model import Model
 
-READING = 128  # tokens of a text that a drafter reads at most between two steps: a long prompt holds nobody up
+READING = 128  # tokens of a text that a drafter reads at most between two steps: a long prompt delays no answer
 CONTEXT = 32  # tokens of a prompt that an earlier answer is found by: enough to begin one that is asked for again
 CORPUS_TOKENS = 2**17  # of earlier answers, at most
 CORPUS_PART = 64  # of the engine's memory, at most one part in so many

@@ -98,7 +98,7 @@ class Job:
         self.unkept = False  # the prompt was read, and what was computed of it is not kept yet
         self.source: State | Snapshot | None = None  # what answers without a row begin from
         self.follows: tuple[Job, int] | None = None  # who reads the same prefix now, up to where
-        self.lookup: Lookup | None = None  # what a tier is asked for, of texts that nobody here has seen
+        self.lookup: Lookup | None = None  # a look in a tier, for texts that were not seen here
         self.fetch: Fetch | None = None  # what is read from a tier for it
         self.unseated: list[AnswerRow] = []
         self.reuse = Reuse(0, len(self.prompt))

@@ -154,7 +154,7 @@ class Pace:
         usual = sorted((self.decode or 0.0, self._last or self.decode or 0.0))
         bound = max(self.max_itl or 0.0, (self.stall or 0.0) * usual[0])
         gap = min(bound if itl is None else itl for itl in itls)
-        # The whole gap is what may turn out longer: what decodes beside the chunks, too.
+        # The whole gap may turn out longer, also the part of the rows that decode beside the chunks.
         return gap / (1 + max(self._late, SURE)) - usual[1]
 
     def _fitting(self, time: float, at: int) -> int:

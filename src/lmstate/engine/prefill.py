@@ -13,7 +13,7 @@ from lmstate.engine.workload import Workload
 from lmstate.generation.logprobs import logprob
 
 TOGETHER = 0.5  # seconds that an answer may wait for the prompts of others, so that they begin together
-YIELD = 1e-4  # seconds for whoever was given a token to take the interpreter, which all else is done in
+YIELD = 1e-4  # seconds without the GIL, so that readers can take their token
 ECHO_CHUNK = 64  # tokens of a prompt read at once where the logits of all of them are wanted
 
 
@@ -143,7 +143,7 @@ class Prefill:
                 work.end_answer(job, choice, "length")
             elif choice not in again:
                 work.give(job, choice, choice.pick(logits), logits)
-        work.delivery.deliver()  # nobody waits for what else is to be done
+        work.delivery.deliver()  # no reader waits for the work that follows
         sleep(YIELD)
         self._keep_read(job)
         job.unseated = [choice for choice in job.choices if choice.finished is None and choice not in again]

@@ -175,7 +175,7 @@ class Request:
         for callback in callbacks:
             try:
                 callback(self)
-            except Exception:  # of whoever sent this request: the others go on
+            except Exception:  # of the caller of this request: the others go on
                 logging.getLogger(__name__).exception("what was to be called at the end of a request failed")
 
     def when_done(self, callback: Callable[[Request], None]) -> None:

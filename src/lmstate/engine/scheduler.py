@@ -46,7 +46,7 @@ class Scheduler:
             work.delivery.deliver()
             prefill.begin_answers()
             self._budget.bound()
-        except BaseException as error:  # of the scheduler itself, not of one request: nobody is to wait for ever
+        except BaseException as error:  # of the scheduler itself, not of one request: no request is to wait for ever
             for job in work.all():
                 work.fail(job, error)
         finally:

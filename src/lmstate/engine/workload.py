@@ -99,7 +99,7 @@ class Workload:
         prefixes = self.reuse.prefixes
         if prefixes.tier is None or not prefixes.tier.writing:
             return apart + max(0, self._blocks.nbytes - prefixes.block_nbytes)
-        # What waits to be written holds blocks too, which are no row's.
+        # Entries that wait to be written hold blocks too, which belong to no row.
         blocks = chain(self.pool.blocks(), *(state.blocks() for state in states))
         own = {id(each): each for each in (*blocks, *held) if isinstance(each, KVBlock) and not prefixes.holds(each)}
         return apart + sum(block.nbytes for block in own.values())

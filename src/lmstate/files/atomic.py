@@ -46,7 +46,7 @@ def atomic_write(path: Path, mode: int = 0o666) -> Iterator[Path]:
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
-    except OSError as error:  # of a full disk it names no file, else the part, which nobody has heard of
+    except OSError as error:  # of a full disk it names no file, else the part, which the caller does not know
         if error.errno is None or error.filename not in (None, str(part)):
             raise
         raise OSError(error.errno, os.strerror(error.errno), str(named)) from error

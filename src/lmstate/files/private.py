@@ -17,7 +17,7 @@ def private_folder(path: Path) -> Path:
 
 def private_file(path: Path) -> Path:
     """Make an empty file that only its owner can read, or take away what others may do with one that is there."""
-    with suppress(OSError):  # whoever opens it next says what is wrong
+    with suppress(OSError):  # the next open says what is wrong
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, FILE_MODE))
         if path.stat().st_mode & 0o077:
             path.chmod(FILE_MODE)

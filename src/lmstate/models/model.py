@@ -435,7 +435,7 @@ class Model:
                     "the tokens of this model read a source: make a state with new_state, give each row its source "
                     "with state.condition(row, source), and call the model with that state"
                 )
-            # Whole sequences are one step of a state that nobody keeps; in one part, so that gradients can follow.
+            # Whole sequences are one step of a state that is not kept; in one part, so that gradients can follow.
             width = max(map(len, ids), default=0)
             width = max(width, 1)
             layout = Layout(

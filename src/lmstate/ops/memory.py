@@ -65,7 +65,7 @@ class Pieces:
         self._lock = threading.Lock()
         self._slabs: dict[int, list[_Slab]] = {}  # by the size of a piece: those that have room, the last one first
         self._taken: dict[int, _Taken] = {}  # by their ids: nothing else keeps them
-        # A piece may end in any thread, in the middle of anything: what is called then is no line of Python.
+        # A piece may end in any thread, in the middle of anything: its callback runs no line of Python.
         self._ended: deque[_Taken] = deque()
 
     def take(self, size: int) -> PageSpan:
@@ -139,4 +139,4 @@ def spare() -> int:
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024 // 2
-    return sys.maxsize  # nobody tells
+    return sys.maxsize  # unknown

@@ -12,7 +12,7 @@ from lmstate.speculation.drafter import Draft
 
 DOWN, UP = 0.5, 0.1  # weight of a measurement below and above what was known: others on the machine can only add
 OFTEN = 4  # measurements of a step after which its cost is believed
-FORGET = 16  # steps after which a cost that was measured once is looked for anew; n times: n * n as many
+FORGET = 16  # steps after which a cost that was measured once is looked for again; n times: n * n as many
 REFRESH = 32  # steps after which plain decoding is measured again: both costs are to be of the same load of the machine
 FIRST = 4  # drafted tokens that are tried at first, or one for each row
 SLOPE = 0.1  # of a plain step of one row, for each more token: assumed until some were measured

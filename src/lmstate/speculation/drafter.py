@@ -82,7 +82,7 @@ def as_draft(proposed: Draft | Sequence[int], vocab_size: int, most: int) -> Dra
         proposed = Draft(tuple(token_ids(proposed, "a draft")))
     tokens, confidence, drawn_from = token_ids(proposed.tokens, "a draft"), proposed.confidence, proposed.drawn_from
     if confidence is not None:
-        confidence = tuple(min(1.0, max(0.0, float(sure))) for sure in confidence)  # what is no number is 0
+        confidence = tuple(min(1.0, max(0.0, float(sure))) for sure in confidence)  # NaN becomes 0
     if wrong := [q for q in drawn_from or () if not isinstance(q, Tensor) or list(q.shape) != [vocab_size]]:
         shape = list(wrong[0].shape) if isinstance(wrong[0], Tensor) else f"{wrong[0]!r:.80}"
         raise StateError(f"a token of a draft was drawn from {shape}; a distribution over the model is [{vocab_size}]")

@@ -28,7 +28,7 @@ class TranslatedDrafter:
         self._tails: list[list[int]] = [[] for _ in range(rows)]  # of the row's tokens, in the model's ids
         self._streams = [tokenizer.stream() for _ in range(rows)]
         self._read: list[list[int]] = [[] for _ in range(rows)]  # the row's text in the drafter's ids
-        self._open: list[str] = ["" for _ in range(rows)]  # text of the last of these, which may be cut anew
+        self._open: list[str] = ["" for _ in range(rows)]  # text of the last of these, which may be cut differently
         self._closed: list[int] = [0] * rows  # how many of them will not change
 
     def observe(self, rows: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:

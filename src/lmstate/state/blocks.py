@@ -37,7 +37,7 @@ class BlockPool:
         self.limit = limit
         self._nbytes = 0
         self._sizes: dict[ref[KVBlock], int] = {}
-        # A block may end in any thread, in the middle of anything: what is called then is no line of Python.
+        # A block may end in any thread, in the middle of anything: its callback runs no line of Python.
         self._ended: deque[ref[KVBlock]] = deque()
         self.lock = RLock()
         """States in several threads may share a pool: held by who requires room until it has taken it."""

@@ -88,7 +88,7 @@ class SnapshotFolder:
         if snapshot.logits is not None:
             rest["logits"] = snapshot.logits
         with self._index() as index:
-            index.execute("begin immediate")  # nobody removes a part that is not in the index yet
+            index.execute("begin immediate")  # no process removes a part that is not in the index yet
             parts = []
             for start in range(0, snapshot.cached if any(spans) else 0, PART_TOKENS):
                 stop = min(start + PART_TOKENS, snapshot.cached)

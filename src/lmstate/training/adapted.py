@@ -150,7 +150,7 @@ class AdaptedWeights(WeightLoader):
         modules, shapes = [module for module, _ in heights], [(height, width) for _, height in heights]
         firsts = [0, *itertools.accumulate(height for height, _ in shapes)]
         places = None if order is None else order().to(self.device)
-        # Routed experts are no modules of their own in transformers: PEFT has no updates of them either.
+        # Routed experts are not separate modules in transformers: PEFT has no updates of them either.
         if any(EXPERT.search(module) for module in modules):
             self.experts.update(modules)
         else:

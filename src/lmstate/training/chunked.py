@@ -127,7 +127,7 @@ class _Hidden(torch.autograd.Function):
             ctx.tape.backward(models, grads[0])
         own = [leaf.grad for leaf in leaves]
         for leaf in leaves:
-            leaf.grad = None  # autograd takes a gradient that nobody else holds, and copies any other
+            leaf.grad = None  # autograd takes a gradient without another holder, and copies any other
         return None, None, *own
 
 

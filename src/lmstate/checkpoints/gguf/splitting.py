@@ -157,7 +157,7 @@ SPLITTINGS = {
     **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), Splitting((_BLOOM,))),
     "viking": Splitting((_BLOOM, r"\p{N}")),
 }
-# Names of what is no splitting of bytes: spaces are U+2581, and merges are listed.
+# Names of splittings that do not work on bytes: spaces are U+2581, and merges are listed.
 WITHOUT_BYTES = ("gemma4", "sarvam-moe", "granite-embed-multi-311m")
 
 

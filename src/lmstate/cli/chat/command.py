@@ -99,7 +99,7 @@ def talk(conversation: ChatConversation, stats: bool, transcript: bool = False) 
                 answer(conversation, edited.question, stats, instead=True)
         except ExitChat:
             break
-        except BrokenPipeError:  # nobody reads on
+        except BrokenPipeError:  # the reader has closed the pipe
             raise
         except (ValueError, OSError) as error:
             failed += 1

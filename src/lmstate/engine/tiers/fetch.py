@@ -122,7 +122,7 @@ class Fetch:
         failed."""
         self.made: dict[str, Layers] = {}
         self.failed: list[str] = []
-        self.taken = False  # whether somebody has used what was read
+        self.taken = False  # whether the data was used
         self._left = deque(wanted.items())
         self._running = min(AT_ONCE, len(wanted))
         self.ended = False  # whether its threads have
@@ -147,7 +147,7 @@ class Fetch:
                     self.made[key] = make(self._tier.get(key))
                 except TierError:
                     self.failed.append(key)  # the others are still tried: what is damaged is to be written again
-                except Exception:  # of another kind of state, or more than there is memory for: nobody waits for ever
+                except Exception:  # of another kind of state, or too large for memory: no request waits for ever
                     self._tier.refuse(key)
                     self.failed.append(key)
         with self._lock:

@@ -231,7 +231,7 @@ class FolderTier(Tier):
 
     def end(self) -> None:
         self._records.close(ENDING)
-        if self._lock.acquire(timeout=ENDING):  # else a statement hangs, as on a network's disk: nobody waits for it
+        if self._lock.acquire(timeout=ENDING):  # else a statement hangs, as on a network's disk: do not wait for it
             try:
                 with suppress(sqlite3.Error), self._index:  # of a full disk, say: others will think it older
                     self._index.execute(f"pragma busy_timeout = {int(1000 * ENDING)}")

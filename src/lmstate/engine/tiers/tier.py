@@ -82,7 +82,7 @@ class Tier(ABC):
 
     name: str
     most_read = 2**36  # bytes of an entry; to an engine, as many as it has memory
-    looks_up = False  # whether others write to it, so that it is worth asking for what nobody here has seen
+    looks_up = False  # whether others write to it, so that it is worth asking for texts that were not seen here
 
     def __init__(self, namespace: str, stored: RecordStore) -> None:
         """`stored`: where it keeps records."""

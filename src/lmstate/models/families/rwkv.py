@@ -34,8 +34,8 @@ def build(w: WeightLoader) -> Model:
         )
 
     def layer_norm(name: str, layer: int, eps: float = shape.eps) -> Norm:
-        # For half precision the stream is halved every few layers, and so is what is added to it: norms undo that, but
-        # for their epsilon, which counts four times as much.
+        # For half precision the stream is halved every few layers, and every addend with it: norms undo that, but for
+        # their epsilon, which counts four times as much.
         eps *= 4 ** (layer // every if every > 0 else 0)
         return Norm(w.tensor(f"{name}.weight", (hidden,)), eps, "layer", w.tensor(f"{name}.bias", (hidden,)))
 

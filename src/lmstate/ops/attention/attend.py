@@ -139,7 +139,7 @@ class PaddedView(NamedTuple):
     blocks: int  # the most of a row
     width: int  # T: the most new tokens
     visible: Tensor  # [n, 1, T, S], S positions from each row's own first block on: bool, or added to the scores
-    padding: Tensor | None  # [n, T, 1, 1], which queries are none
+    padding: Tensor | None  # [n, T, 1, 1], which queries are padding
 
     def finished(self, y: Tensor, width: int) -> Tensor:
         """Results `[n, T, H, D]`, zero where a query is padding, as `[n, width, H, D]`."""

@@ -17,9 +17,9 @@ VARIABLE = "LMSTATE_THREADS"
 """`fixed`: the number that was set, whatever else runs."""
 
 INTERVAL = 0.25  # seconds between two looks
-IDLE = 0.1  # seconds between two calls: what others did meanwhile is no sign that they compete with the next one
+IDLE = 0.1  # seconds between two calls: CPU use during longer gaps does not count as contention
 STALE = 2.0  # seconds after which what was found says nothing of now
-SHARED = 0.3  # of a processor: whoever competes with a thread of ours for one gets about half
+SHARED = 0.3  # of a processor: a competitor of one of our threads gets about half
 STAT = Path("/proc/stat")
 
 

@@ -42,7 +42,7 @@ class KVBlock(ABC):
     def tensors(self) -> tuple[Tensor, ...]:
         """Of each buffer, `[*heads, B, D]`."""
         if self._tensors is None:
-            with torch.inference_mode(False):  # whoever asks first, others may follow gradients
+            with torch.inference_mode(False):  # also if the first caller is in that mode: others may follow gradients
                 self._tensors = self.make()
         return self._tensors
 

@@ -171,5 +171,5 @@ class SlabTable(BlockTable):
             real = chain.from_iterable(range(r * width, r * width + count) for r, count in enumerate(spans))
             values = values.index_select(0, on_device(tuple(real), new.device))
         scatter(self.buffer, found, values)
-        # Rows of several lengths are read by whole blocks: a number that is none would be one of the row's again.
+        # Rows of several lengths are read by whole blocks: a stale NaN would spread to the row.
         clear(self.buffer, stale)

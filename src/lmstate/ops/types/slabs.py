@@ -107,7 +107,7 @@ class Slabs:
         self.shapes, self.device = tuple(shapes), device
         self._slabs: list[Slab] = []
         self._leases: dict[int, _Lease] = {}  # by their ids: nothing else keeps them
-        # A block may end in any thread, in the middle of anything: what is called then is no line of Python.
+        # A block may end in any thread, in the middle of anything: its callback runs no line of Python.
         self._ended: deque[_Lease] = deque()
         self._awaited: list[tuple[_Lease, list[ref[Tensor]]]] = []  # those that ended, but a graph may read them
         self._lock = threading.Lock()

@@ -65,7 +65,7 @@ class UntoldTokens:
             return []
         whole = "".join(text for text, _ in self._tokens)
         start = whole.rfind(event.text)
-        if start < 0:  # it was written anew
+        if start < 0:  # it was written again from the start
             start, end = 0, len(whole)
         else:
             end = start + len(event.text)

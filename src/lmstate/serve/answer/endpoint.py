@@ -38,7 +38,7 @@ def endpoint(path: Path) -> Callable[[Request], Awaitable[Any]]:
                 request.state.served = served
                 answer = await _answer(pool, served, path, request, body)
         except (Disconnected, ClientDisconnect):
-            answer = Response(status_code=499)  # nobody reads it
+            answer = Response(status_code=499)  # the client is gone
         except Exception as error:
             answer = error_response(error, path.path)
         if served.service is not None:

@@ -278,7 +278,7 @@ class Service:
         def parse(reader: Any) -> Any:
             from lmstate.serve.tools.base import plain_text
 
-            # Without tools, text that looks like a call is text; harmony's channels are no calls.
+            # Without tools, text that looks like a call is text; harmony's channels are not calls.
             tools = use.allowed
             return format.parse(reader, tools) if tools or format.name == "harmony" else plain_text(reader)
 

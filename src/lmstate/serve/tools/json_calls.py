@@ -41,7 +41,7 @@ class JsonCalls(ToolFormat):
                 if not self.listed:
                     break
             if self.end:
-                # What stands between markers and is no call is shown: it may be all that the model said.
+                # Text between markers that is not a call is shown: it may be all that the model said.
                 stray, closed = yield from reader.collect((self.end,))
                 if called and closed is None:  # an answer at its limit may end inside of the marker
                     stray = stray[: len(stray) - overlap(stray, self.end)]

@@ -62,7 +62,7 @@ class Body:
         """None for a request without one."""
         length, chunked = headers.get("content-length", "0"), "transfer-encoding" in headers
         left = float(length) if length.isdigit() and not chunked else float("inf")
-        # A client that asks whether to send does not, unless somebody asks for the body.
+        # A client that asks whether to send does not, unless the body is asked for.
         both = chunked and "content-length" in headers
         return Body(receive, left, "expect" not in headers, both) if left else None
 

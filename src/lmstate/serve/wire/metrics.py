@@ -20,7 +20,7 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 # Numbers of the engine by its own words -> the field's.
 RENAMED = {"waiting": "num_requests_waiting", "decoding": "num_requests_running", "preempted": "num_preemptions"}
-# Those that are no count since the start.
+# Those that do not count from the start.
 GAUGES = frozenset(
     {
         "waiting", "reading", "decoding", "set_aside", "row_bytes", "row_bytes_peak", "prefix_bytes",

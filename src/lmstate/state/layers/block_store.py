@@ -81,7 +81,7 @@ class BlockStore:
         """Give back the blocks that the step was given. What it wrote lies behind what is committed."""
         self._forget()
         for r, (before, after) in self._undo.items():
-            if self.rows[r] is after:  # else somebody has come to share them since
+            if self.rows[r] is after:  # else its blocks were shared since
                 self._point(r, before, 0)  # first: whatever interrupts it, the next discard does it again
                 self.rows[r] = before
         self._undo = {}
@@ -217,7 +217,7 @@ class BlockStore:
                 _write_pointers(pointers, r, row, 0)
         self.views.clear()
         self._pointers = pointers
-        # At last, so that an interrupt leaves no tables of which a part points nowhere.
+        # At last, so that an interrupt leaves no tables with invalid pointers.
         table: Callable[..., BlockTable] = partial(BlockTable, self.rows)
         if self.spec.slabs is not None:
             table = partial(SlabTable, SlabRows(self.rows))

@@ -62,7 +62,7 @@ class InputHistory:
 
     def __init__(self) -> None:
         self.ids: Tensor | None = None  # int64 [R, n], with room behind the last
-        self.positions: Tensor | None = None  # int64 [..., R or 1, n]; None: nobody gave any
+        self.positions: Tensor | None = None  # int64 [..., R or 1, n]; None: none were given
         self.mask: Tensor | None = None  # [R, n], the widest of two axes that was given
         self.length = 0
         self.known = 0  # ids before this position were never seen (embeddings were fed, or a file had none)

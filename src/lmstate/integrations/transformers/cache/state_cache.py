@@ -365,7 +365,7 @@ class StateCache(DynamicCache, hooks.ObservedCache):
                     layer.reorder_cache(rows)
             self._log.select(rows)
         except BaseException:
-            self.reset()  # some layers have the new order and some have not: what they hold fits nowhere
+            self.reset()  # some layers have the new order and some have not: they do not fit together
             raise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateCache:

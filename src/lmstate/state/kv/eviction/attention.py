@@ -26,7 +26,7 @@ from lmstate.state.layers.attention import KeyValueState
 from lmstate.state.layers.base import Layout
 from lmstate.state.step import Step
 
-ROOM = 16  # slots to spare when the arrays are made anew
+ROOM = 16  # slots to spare when the arrays are made again
 LOSS = "the slots of a policy that evicts"
 
 

@@ -53,7 +53,7 @@ def policies_of(kv: Policies, layers: int) -> list[Policy]:
 
 
 def _policy_of(kv: Policies, layer: int) -> Policy:
-    # A class is no function of a layer: it would take the layer's number for its first field.
+    # A class is not a function of a layer: it would take the layer's number for its first field.
     policy = kv if isinstance(kv, Policy | type) or not callable(kv) else kv(layer)
     if not isinstance(policy, Policy):
         raise StateError(
