@@ -22,6 +22,7 @@ PHRASES = {
     NEGATED: ALL,
     r"\bis what\b": ALL,
     r"\banew\b": ALL,
+    r"(?:^|(?<=[-*|.:;] ))What\b(?![^.:;]*\?)": (DOCSTRINGS, PAGES),
 }
 """What is not written, and the kinds of text in which it is not: a kind is added once it has none left."""
 MAX_WORDS = {PAGES: 45, DOCSTRINGS: 45}
@@ -105,6 +106,7 @@ def test_what_is_read_has_no_phrase_of_the_list_and_no_sentence_too_long() -> No
         ('x = 1\ny = f"{x} is none: make it anew"', ["a.py:2: 'is none'", "a.py:2: 'anew'"]),
         ('x = "there is no room, and it is no longer open"', []),
         ("x = 1  # it is no\n# size", ["a.py:1: 'is no'"]),
+        ('"""A.\n\nB. What was computed stays. What is C?"""', ["a.py:3: 'What'"]),
         ('"""\n\nNobody holds it."""', ["a.py:3: 'Nobody'"]),
         (f'"""{"word " * 46}."""', ["a.py:1: a sentence of 47 words: " + "word " * 12 + "..."]),
         (f'"""{"word " * 30}\n\nname  {"word " * 30}."""', []),

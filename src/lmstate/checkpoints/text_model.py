@@ -24,8 +24,8 @@ OWN = (*BASES.values(), HEAD, HEADS)
 class TextModelSource(Renamed):
     """A `Source` over the text model of a wrapper: its `text_config`, its tensors under their plain names.
 
-    What lies outside of the text model is another part's, whatever its name, and left out; what lies inside is all
-    there, so that a tensor which the text model does not use stays an error. Raises `ModelError` if there is none.
+    Tensors outside of the text model belong to other parts, whatever their names, and are left out. All tensors inside
+    are there, so that one which the text model does not use stays an error. Raises `ModelError` if there is none.
     """
 
     def __init__(self, whole: Source, text_config: Config) -> None:

@@ -36,7 +36,7 @@ DRAIN_BELOW = 600.0  # seconds that draining may be asked to wait
 
 
 class Mailbox:
-    """News of one request, from the engine's thread to an event loop. What came meanwhile is taken together."""
+    """News of one request, from the engine's thread to an event loop. A read takes all news that came meanwhile."""
 
     def __init__(self) -> None:
         self._loop, self._some = asyncio.get_running_loop(), asyncio.Event()

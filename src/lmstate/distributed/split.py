@@ -2,7 +2,7 @@
 
 Every matrix is split by outputs, so that each number is computed as in one process. Attention keeps the outputs of its
 own heads, with their keys and values, and a feed-forward part those of its own columns, until the next product; experts
-are whole, each on one rank. What other layers compute from their products, and remember, is the same on all ranks.
+are whole, each on one rank. Other layers compute the same from their products, and remember the same, on all ranks.
 """
 
 from __future__ import annotations

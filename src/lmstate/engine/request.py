@@ -72,7 +72,7 @@ class Request:
         return sum(len(piece.tokens) for piece in self._pieces)
 
     def cancel(self) -> None:
-        """End it within one step, finished "cancelled". What was computed stays reusable."""
+        """End it within one step, finished "cancelled". The computed part stays reusable."""
         self.cancelled = True
         self._wake()
 

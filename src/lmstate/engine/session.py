@@ -180,7 +180,7 @@ class SessionHost(Protocol):
 class Session:
     """A conversation that the engine keeps. Made by `Engine.session`; one request at a time.
 
-    What the model needs to go on from its end stays in memory, whatever else has to go.
+    The data that the model needs to go on from its end stays in memory, whatever else has to go.
     """
 
     def __init__(self, engine: SessionHost, name: str, record: Record, salt: str = "") -> None:

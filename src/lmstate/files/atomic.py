@@ -21,9 +21,9 @@ STALE_SECONDS = 600  # a process of another machine that shares the folder may s
 def atomic_write(path: Path, mode: int = 0o666) -> Iterator[Path]:
     """Yield a temporary path in the same folder; on a clean exit it is synced and renamed to `path`, else removed.
 
-    A link is followed and stays. A new file has `mode`, but for the umask; one that is replaced keeps its mode. What
-    killed processes left of earlier writes to this path is removed. Raises `OSError` that names `path`, also where it
-    is not a regular file: a rename would replace a pipe or a device.
+    A link is followed and stays. A new file has `mode`, but for the umask; one that is replaced keeps its mode.
+    Leftovers of earlier writes to this path by killed processes are removed. Raises `OSError` that names `path`, also
+    where it is not a regular file: a rename would replace a pipe or a device.
     """
     named, path = path, Path(os.path.realpath(path))
     with contextlib.suppress(FileNotFoundError):

@@ -73,7 +73,7 @@ def chat(
               part, and the rest is computed. Afterwards it holds the conversation with the answer. An answer that this
               model gave comes back as the tokens that were sampled. None: a fresh one
     params    a `lmstate.SamplingParams`; its fields can be given by name too, as in `generate`
-    stream    give the answer piece by piece. What was given out is in the state, also if the iterator is closed early
+    stream    give the answer piece by piece. Pieces given out are in the state, also if the iterator is closed early
     draft     as in `generate`
     template  variables that the chat template knows (`tools`, `enable_thinking`, ...)
 

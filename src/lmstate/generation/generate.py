@@ -1,6 +1,6 @@
 """The generation loop. There is one: `generate`, `stream` and the command line all run a `Generation`.
 
-What the state holds afterwards, for every row: what it held, the prompt, and the tokens of the answer.
+Afterwards each row of the state holds its earlier tokens, the prompt, and the tokens of the answer.
 - The last token of an answer is handed over with `state.queue`: it counts as seen, and the next call computes it
   together with its own tokens. So no forward is spent on logits that may never be needed.
 - An end-of-sequence token ends the answer and is neither in the text nor in the state. A chat's next turn begins with

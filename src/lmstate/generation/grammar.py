@@ -60,9 +60,9 @@ def forbidden(grammar: Grammar, ends: frozenset[int], device: torch.device) -> T
 def admitted(grammar: Grammar, draft: Draft, ends: frozenset[int]) -> Draft:
     """A draft up to the first token that the grammar does not allow, with those in it that are forced.
 
-    The grammar walks along the draft and is rolled back. What it raises ends the draft: it shows again when a token is
-    chosen. A draft that was drawn at random stays as it is, since which of its tokens are verified may not depend on
-    what they are.
+    The grammar walks along the draft and is rolled back. An error that it raises ends the draft: it is raised again
+    when a token is chosen. A draft that was drawn at random stays as it is, since which of its tokens are verified may
+    not depend on what they are.
     """
     if draft.drawn_from is not None:
         return draft

@@ -19,7 +19,7 @@ Change = Callable[[Any], Any]
 
 
 def mapped(thing: Thing, change: Change, done: dict[int, Any] | None = None) -> Thing:
-    """The tree with its parts changed; itself if none is. What is shared stays shared.
+    """The tree with its parts changed; itself if none is. Shared parts stay shared.
 
     done: the parts seen so far by their ids, to share them among trees whose parts all live meanwhile.
     """

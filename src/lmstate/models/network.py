@@ -31,7 +31,7 @@ GRAPH_ROWS = 32  # of a compiled graph, and where a gradient follows
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """An embedding, a stack of blocks, a head: a value that never changes. What trains is given another one."""
+    """An embedding, a stack of blocks, a head: a value that never changes. Training builds another one."""
 
     config: ModelConfig
     embed: Weight  # [V, E]

@@ -49,7 +49,7 @@ class Draft:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes tokens for the rows of a batch. What it proposes changes speed, never text."""
+    """Proposes tokens for the rows of a batch. Its proposals change speed, never text."""
 
     def propose(self, rows: Sequence[int], depth: int) -> Sequence[Draft | Sequence[int]]:
         """Propose at most `depth` next tokens for each of `rows`; none where it has no idea.

@@ -4,7 +4,7 @@ index.sqlite3      each snapshot: its name, what a file's metadata would say, an
 parts/ab/abcd...   safetensors files, named by the SHA-256 of what they hold
 
 A part holds the positions of a run of tokens, of every layer that keeps an entry a token: two snapshots with a common
-prefix have these parts in common. What layers remember of all tokens together is one more part.
+prefix have these parts in common. The memory that layers have of all tokens together is one more part.
 """
 
 from __future__ import annotations

@@ -593,8 +593,9 @@ class State:
     def drop(self, row: int, start: int, stop: int) -> None:
         """Forget the tokens `start .. stop - 1` of a row and close the gap, rotating later keys to their new positions.
 
-        What later tokens read from the forgotten ones stays in their values, as everywhere where spans are dropped; the
-        last logits stay too. Raises `UnsupportedError` if a layer cannot do it exactly, `RewindError` for a bad span.
+        The influence of the forgotten tokens on later ones stays in the values of those, as everywhere where spans are
+        dropped. The last logits stay too. Raises `UnsupportedError` if a layer cannot do it exactly, `RewindError` for
+        a bad span.
         """
         row, start, stop, own = self._droppable(row, start, stop)
         if (why := self._refuses_drop(row, start, stop)) is not None:

@@ -39,7 +39,7 @@ class ParameterModel(Model, ABC):
     def version(self) -> int:
         """A number that changes when a parameter is written into, or given other memory.
 
-        What is written through `parameter.data` moves it only where that is replaced (`p.data = ...`).
+        Writing through `parameter.data` changes it only where that is replaced (`p.data = ...`).
         """
 
     @abstractmethod
@@ -161,8 +161,8 @@ class TrainableModel(ParameterModel):
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the model as a checkpoint directory, which `lmstate.load` and transformers load.
 
-        Tensors have the dtype that they are trained in. What the model does not use of its checkpoint (a vision tower,
-        say) is copied. Raises `OSError`.
+        Tensors have the dtype that they are trained in. Parts of its checkpoint that the model does not use (a vision
+        tower, say) are copied. Raises `OSError`.
         """
         from lmstate.training.saving import save_checkpoint
 

@@ -2,8 +2,8 @@
 
 Forward, without gradients, they keep what a later chunk reads: keys, values or latents of the whole text, and the carry
 of each scan at every border between chunks. Backward, from the last chunk to the first, a chunk is computed again with
-autograd on. What it reads of earlier chunks is then a leaf, whose gradient is kept and comes back in when the chunk
-that made it has its turn. All rows start at position 0, so a chunk has the same positions in each of them.
+autograd on. The data that it reads of earlier chunks is then a leaf, whose gradient is kept and comes back in when the
+chunk that made it has its turn. All rows start at position 0, so a chunk has the same positions in each of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Matrices of 8-bit floats (E4M3) with scales: a number for the whole, for each output, or for each block.
 
 Blocks are how DeepSeek-V3 (2412.19437, section 3.3) is published. Beside a matrix `name` lie its scales, as
-`name_scale_inv` or `name_scale`; the weights are their product, whatever the suffix says. What is kept beside them to
-round activations with is of no use where activations are not rounded.
+`name_scale_inv` or `name_scale`; the weights are their product, whatever the suffix says. Scales to round activations
+with are of no use where activations are not rounded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Matrices that tools packed into integers: GPTQ, AWQ, compressed-tensors, NVFP4, bitsandbytes and BitNet.
 
 Each is read as the integers that it holds where they fit a storage of lmstate: groups of 32 inputs, or of a multiple of
-32, that share a scale. What does not (groups that interleave, groups of 16, tables of values) is dequantized.
+32, that share a scale. All others (groups that interleave, groups of 16, tables of values) are dequantized.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def _plain(parts: _Parts, settings: Config) -> PackedMatrix | None:
 def _bitnet(parts: _Parts, settings: Config) -> PackedMatrix | None:
     """BitNet b1.58 (2402.17764): -1, 0 and 1 times one scale, four in a byte, or to be made of floats; None for others.
 
-    What multiplies them is not rounded to 8 bits here.
+    Activations are not rounded to 8 bits here.
     """
     packed, floats = parts.dtype("weight") == BYTES, len(parts.shape("weight")) == 2 and _is_linear(parts.stem)
     if not packed and not (floats and settings.get("quantization_mode") == "online"):

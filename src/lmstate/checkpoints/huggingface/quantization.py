@@ -31,7 +31,7 @@ def settings(config: dict[str, Any], path: Path) -> Config:
 def check_read(quantization: Config, tensors: Mapping[str, TensorEntry], path: Path) -> None:
     """Raise `ModelError` if the config names how matrices were quantized, and some are in a way that is not read.
 
-    What the tensors are decides: tools name themselves in the configs of models that they left as they were.
+    The tensors decide: tools name themselves in the configs of models that they left as they were.
     """
     method = quantization.get("quant_method")
     if not isinstance(method, str) or method == MXFP4:

@@ -144,8 +144,8 @@ class ChatConversation:
         self._replaced = Replaced(what, self.messages, self.state, self.branches.copy())
 
     def ask(self, question: str) -> Generator[str]:
-        """The answer, piece by piece. What was given out is kept, also if the iterator is closed or an error ends it;
-        a question without any answer leaves no trace, of the pictures that went with it neither.
+        """The answer, piece by piece. The pieces given out are kept, also if the iterator is closed or an error ends
+        it. A question without any answer leaves no trace, and neither do its pictures.
         """
         self._replaced = None
         self.state.mark(0)  # an /undo of this turn comes back here

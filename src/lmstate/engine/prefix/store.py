@@ -37,9 +37,9 @@ class Match:
 class PrefixStore:
     """A tree for each `Snapshot.frequency_key` and salt. `limit` is in bytes, of everything held in memory.
 
-    What a text agrees with is reused at any token where layers keep an entry a token, else at the carries that were
-    kept. Evicts the lowest seconds saved per byte first, discounted by idle time. The needs of a pinned text go last,
-    and only for rows that have no other room.
+    A common prefix is reused up to any token where layers keep an entry a token, else up to the carries that were kept.
+    Evicts the lowest seconds saved per byte first, discounted by idle time. The needs of a pinned text go last, and
+    only for rows that have no other room.
     A text finds what was kept under its own salt alone.
     """
 
@@ -414,7 +414,7 @@ class PrefixStore:
     def _make_room(self, need: int, needed: Node | None = None, *, pinned: bool = False) -> bool:
         """Let things go until `need` more bytes fit. False if they cannot. `needed` and what it hangs on stay.
 
-        What is pinned goes only with `pinned`.
+        Pinned entries go only with `pinned`.
         """
         if needed is not None:
             needed.pins += 1
@@ -462,7 +462,7 @@ class PrefixStore:
         return node.end - (0 if above is None else above.end)
 
     def _let_go(self, node: Node) -> None:
-        """The last run in memory of a text goes, or the carry inside one. What a tier has is found again there."""
+        """The last run in memory of a text goes, or the carry inside one. Data that a tier has is found again there."""
         if node.parent is None:
             return  # it went with another
         self.counts["evicted"] += 1

@@ -40,7 +40,7 @@ MOST_TOLD = 2**26  # bytes of a blob of the index
 
 
 class SharedTier(Tier):
-    """Entries and sessions as blobs. What others write later is looked up where a text is not known."""
+    """Entries and sessions as blobs. Later entries of other processes are looked up where a text is not known."""
 
     name = "shared"
     looks_up = True

@@ -76,8 +76,8 @@ class _Write:
 class Tier(ABC):
     """Keeps entries by their keys, and records of sessions. `put` returns at once; a thread of the tier's own writes.
 
-    `namespace` names the model and how its keys and values are stored. What fails is counted and leaves the rest
-    whole; only `get` raises, `TierError`.
+    `namespace` names the model and how its keys and values are stored. Failures are counted and leave the rest whole;
+    only `get` raises, `TierError`.
     """
 
     name: str

@@ -14,7 +14,7 @@ from lmstate.state import CompositeState, KeyValueState, LayerState, Layout, Rec
 
 
 class Mixer(Protocol):
-    """`x [R, T, E] -> [R, T, E]`. What it remembers lies in the `cache` that it made with `new_state`.
+    """`x [R, T, E] -> [R, T, E]`. Its memory is in the `cache` that it made with `new_state`.
 
     `norm` is applied to x first; `residual` is added last.
     """

@@ -37,7 +37,7 @@ def linear(
     x: float32 `[..., K]`; with `gate` ("silu", "gelu_tanh", "gelu", "relu2", ...) it is `[..., 2K]` = gate | up and
     act(gate) * up is multiplied. `norm` applies to x first; `residual`: the stream that the product is added to, last.
 
-    What is rounded, and in which order it is summed, is the same for one row and for thousands. Quantized weights
+    Rounding and the order of sums are the same for one row and for thousands. Quantized weights
     multiply activations rounded to int8 in groups of 32 (`weight.activations` of 8), or twice, the second time what the
     first left (16); float weights multiply float32 activations. Where the processor is faster with pairs of bfloat16
     than with twice as many floats, bfloat16 weights of K a multiple of 32 multiply activations rounded to bfloat16.

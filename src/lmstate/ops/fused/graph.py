@@ -158,8 +158,8 @@ class FusedGraph:
     """A residual stream float32 `[R, T, E]`, and the sublayers that are still to be applied to it.
 
     starts, counts: int64 `[R]`, where a row's tokens start and how many there are; feed-forward sublayers need none.
-    tokens: N, how many there are in all; None: R * T, or more than there are. What is padding is not computed: it is
-    zero in what a flush returns.
+    tokens: N, how many there are in all; None: R * T, or more than there are. Padding is not computed: it is zero in
+    the result of a flush.
     """
 
     def __init__(

@@ -112,7 +112,7 @@ def chunked(
     normalize: bool = False,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """Chunk by chunk; as `recurrent`. What is left after the last whole chunk is a chunk of its own."""
+    """Chunk by chunk; as `recurrent`. The tokens left after the last whole chunk are one more chunk."""
     width = v.shape[1]
     rest = width % chunk
     inputs = (q, k, v, g, beta)

@@ -108,7 +108,7 @@ def chunked(
     *,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """Chunk by chunk; as `recurrent`. What is left after the last whole chunk is a chunk of its own."""
+    """Chunk by chunk; as `recurrent`. The tokens left after the last whole chunk are one more chunk."""
     width = x.shape[1]
     whole = width - width % chunk
     segments = [(first, last, chunk) for first, last in pairwise([*range(0, whole, SEGMENT * chunk), whole])]

@@ -24,7 +24,7 @@ TOLD_EVERY, WATCH = 1.0, 0.5  # seconds between two lines of a model that is bei
 
 
 def endpoint(path: Path) -> Callable[[Request], Awaitable[Any]]:
-    """The handler of a path for starlette. What it raises becomes an error of the path's protocol."""
+    """The handler of a path for starlette. Its exceptions become errors of the path's protocol."""
 
     async def run(request: Request) -> ASGIApp:
         pool: ModelPool = request.app.state.pool

@@ -263,7 +263,7 @@ class Keeper:
     async def _begin(
         self, live: Live, answer: MessageNode, request: Request, changed: list[MessageNode], title: str | None = None
     ) -> None:
-        """Store the messages that are new, then begin to write the answer. What is refused has changed nothing."""
+        """Store the messages that are new, then begin to write the answer. A refusal has changed nothing."""
         conversation = live.conversation
         for node in changed:
             known = conversation.nodes.get(node.id)

@@ -20,7 +20,7 @@ from lmstate.serve.wire.metrics import together
 
 
 def model_card(served: ServedModel, name: str) -> dict[str, Any]:
-    """A model by one of its names. What only a loaded model tells is null while it is not."""
+    """A model by one of its names. Fields that only a loaded model knows are null until it is loaded."""
     service = served.service
     context = None if service is None else service.context
     meta = None

@@ -18,7 +18,7 @@ PLAIN = re.compile(r"[A-Za-z0-9._~:/+=@-]{1,128}")  # of a client's own ids, whi
 class RequestIds:
     """ASGI middleware that gives every request an id: the one that its client sent, where that is plain, or a new one.
 
-    What is logged for the request, also in tasks and threads that it begins, starts with the id.
+    Log lines of the request, also in tasks and threads that it begins, start with the id.
     """
 
     def __init__(self, app: ASGIApp) -> None:

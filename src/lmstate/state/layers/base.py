@@ -91,7 +91,7 @@ class LayerState(ABC):
         """
 
     def forget_tokens(self, row: int, changes: Changes) -> None:
-        """Forget all tokens of a row. What `State.condition` gave stays."""
+        """Forget all tokens of a row. The source that `State.condition` encoded stays."""
         self.restore(row, 0, {}, changes)
 
     def kept(self, row: int, length: int) -> list[list[int]]:

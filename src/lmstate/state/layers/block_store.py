@@ -78,7 +78,7 @@ class BlockStore:
                 self._forget()
 
     def discard(self) -> None:
-        """Give back the blocks that the step was given. What it wrote lies behind what is committed."""
+        """Give back the blocks that the step was given. The step wrote only behind the committed positions."""
         self._forget()
         for r, (before, after) in self._undo.items():
             if self.rows[r] is after:  # else its blocks were shared since

@@ -1,7 +1,7 @@
 """Mixtures of experts in GGUF: Qwen2's and Qwen3-VL's, OLMoE, GLM-4.5, MiniMax-M2, dots.llm1, EXAONE, Hunyuan, ...
 
-What llama.cpp fixes in its code and leaves out of the file is said here again: whether weights of experts are brought
-to a sum of 1, say.
+This module adds the values that llama.cpp fixes in its code and leaves out of the file: whether weights of experts are
+brought to a sum of 1, say.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Models of windows, sinks and latents in GGUF: Gemma 2 and 3, gpt-oss, DeepSeek-V2 and V3.
 
-What llama.cpp fixes in its code and leaves out of the file is said here again: which layers have a window, and how the
-largest Gemmas scale their scores.
+This module adds the values that llama.cpp fixes in its code and leaves out of the file: which layers have a window, and
+how the largest Gemmas scale their scores.
 """
 
 from __future__ import annotations

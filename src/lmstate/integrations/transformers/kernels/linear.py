@@ -1,7 +1,7 @@
 """Products of a few rows by our native bodies, in the `nn.Linear` modules that a model already has.
 
 Nothing is copied or kept: the module stays where it is, with its parameters, hooks and names, and takes another class.
-What it multiplies with is the memory of its parameter at the time of the call, so an edited, replaced or converted
+It multiplies with the memory of its parameter at the time of the call, so an edited, replaced or converted
 weight is the one that counts.
 """
 

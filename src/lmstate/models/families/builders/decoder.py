@@ -45,8 +45,8 @@ def pre_norm(
 ) -> LayerBlock:
     """Blocks of two parts with a norm before each; a part is made of its layer's number and its tensors' prefix.
 
-    `names`: of the norms and the parts in a layer. `scale`: of what each part adds to the stream. What is returned
-    takes a layer's number, and what its tensors begin with where that is not `layers` and the number.
+    `names`: of the norms and the parts in a layer. `scale`: of what each part adds to the stream. The returned function
+    takes a layer's number, and the prefix of its tensors where that is not `layers` and the number.
     """
 
     def block(index: int, layer: str = "") -> Block:

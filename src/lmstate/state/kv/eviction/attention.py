@@ -310,7 +310,7 @@ class EvictingState(KeyValueState):
     def _make_room(self, width: int) -> None:
         """Have `width` slots behind the filled ones, and not many more; the arrays are replaced, never written.
 
-        What was evicted lately goes back to where it lay, and its scores are still there: these slots stay.
+        Slots evicted lately may go back to their places, where their scores still are: these places stay.
         """
         need, slots = max(self.slot_store.most) + width, self.slot_store.slots
         size = max(need, min(need + need // 4, self.policy.most + width) + ROOM)

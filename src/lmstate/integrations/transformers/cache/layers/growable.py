@@ -17,7 +17,7 @@ class GrowableTensor:
     """The memory `[R, ..., S, D]` that a view `[R, ..., n, D]` of it (n <= S) can grow into, along the axis before D.
 
     The view is the truth, and its owner may replace it: a tensor that is not a view of this memory is taken over at the
-    next `extend`. What `extend` hands out stays as it is until tokens are removed and others written in their place, or
+    next `extend`. The result of `extend` stays as it is until tokens are removed and others written in their place, or
     rows are selected.
 
     Deep copies that share the tensors (see `StateCache.fork`) write behind what any of them has written, or, where that
