@@ -46,15 +46,16 @@ Make: TypeAlias = Callable[..., Numbers]
 class WeightLoader:
     """Hands out the parameters of one checkpoint, and knows which of them were never asked for.
 
-    `kind`: the storage of the matrices; of "int4" embeddings, heads, what a file holds in more bits and what would lose
-    too much (`MOST_LOST`) are int8, the last with a warning. "auto" keeps the precision of a quantized file; float
-    checkpoints become bfloat16 where the processor multiplies it natively, float32 elsewhere. `dtype`: that of K/V
-    storage and of the big products, float32 for float32 weights and bfloat16 for all others unless given. `cache`: the
-    folder where conversions are kept, None to keep none. `progress`: whether a long conversion may draw a bar on a
-    terminal. `heads`: whether multi-token prediction heads are wanted. `activations`: the bits of the activations that
-    int4 and int8 matrices multiply; "auto" is 16, and of 8 heads keep 16, where 8 would cost most. `context_size`:
-    tokens that texts may have; where that is more than the model was made for, YaRN stretches its positions. `device`:
-    where the model is to lie, several devices for one whose blocks are spread; of "auto" weights the first one decides.
+    `kind`: the storage of the matrices; of "int4" embeddings, heads, matrices that a file holds in more bits and those
+    that would lose too much (`MOST_LOST`) are int8, the last with a warning. "auto" keeps the precision of a quantized
+    file; float checkpoints become bfloat16 where the processor multiplies it natively, float32 elsewhere. `dtype`: that
+    of K/V storage and of the big products, float32 for float32 weights and bfloat16 for all others unless given.
+    `cache`: the folder where conversions are kept, None to keep none. `progress`: whether a long conversion may draw a
+    bar on a terminal. `heads`: whether multi-token prediction heads are wanted. `activations`: the bits of the
+    activations that int4 and int8 matrices multiply; "auto" is 16, and of 8 heads keep 16, where 8 would cost most.
+    `context_size`: tokens that texts may have; where that is more than the model was made for, YaRN stretches its
+    positions. `device`: where the model is to lie, several devices for one whose blocks are spread; of "auto" weights
+    the first one decides.
 
     Matrices that need no conversion lie in the mapped checkpoint itself. Those that are stacked from several (q, k, v)
     are copied together at each start, and bfloat16 ones are packed in 12 bits where a native body reads them so: both

@@ -246,7 +246,7 @@ def serve(
             server = make_server(ModelPool(made, settings, max_loaded, unload_after, records), settings)
             about = f"{len(made)} models, each by its name in /v1/models"
         server.ready = lambda port: note(banner(settings, port, about))
-        # What was loaded stays: a full collection that looks at it all holds up every stream for a fifth of a second.
+        # Loaded objects stay: a full collection that looks at them all holds up every stream for a fifth of a second.
         gc.collect()
         gc.freeze()
         with suppress(SystemExit):  # uvicorn's, where it could not start and has said why

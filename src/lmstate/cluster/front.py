@@ -177,7 +177,7 @@ class Front:
             views.append(
                 ReplicaView(id, replica.rank, replica.namespace, wait, load.answering, load.free_tokens, takes)
             )
-        # What was sent since the last loads counts beside them.
+        # Requests sent since the last loads count beside them.
         if seen.keys() != self._seen.keys() or any(
             load is not self._seen[id][0] or takes != self._seen[id][1] for id, (load, takes) in seen.items()
         ):

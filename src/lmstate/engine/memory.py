@@ -81,7 +81,7 @@ def nbytes(state: State) -> int:
 
 
 class MemoryBudget:
-    """Rows and prefix store within the engine's memory: what is kept goes first, then the rows whose turns are last."""
+    """Rows and prefix store within the engine's memory: kept entries go first, then the rows whose turns are last."""
 
     def __init__(self, work: Workload, cost: RowCost) -> None:
         self.held = 0  # bytes of rows when they were last looked at

@@ -209,7 +209,7 @@ class Workload:
         self.delivery.deliver()
 
     def drain(self) -> None:
-        """End all requests with what was answered so far; what was computed of them is kept."""
+        """End all requests with their answers so far; the computed part of them is kept."""
         for job in self.all():
             answered = [list(choice.tokens) for choice in job.choices]
             told = answered or [list(job.told(index)) for index in range(job.params.n)]
@@ -256,7 +256,8 @@ class Workload:
         self._tell_end(job, outcome)
 
     def _forget(self, job: Job) -> None:
-        """Take a request out of everything; what was computed is kept if it can be: memory may be what it ended for."""
+        """Take a request out of everything; the computed part is kept if possible: the request may have ended for lack
+        of memory."""
         if job.at and job in self.reading:
             with suppress(BaseException):
                 self.keep(self.read_so_far(job), job)

@@ -72,7 +72,7 @@ class Generation:
         self.state = model.new_state(rows=len(prompts)) if state is None else state
         self.prompts = [token_ids(prompt, f"prompt {row}") for row, prompt in enumerate(prompts)]
         self._check_prompts()
-        # What was queued by an earlier call, or rewound past the window, is computed together with the prompt.
+        # Tokens queued by an earlier call, or rewound past the window, are computed together with the prompt.
         queued = sum(self.state.rewind_cost(row, length) for row, length in enumerate(self.state.lengths))
         self._fed = queued + sum(map(len, self.prompts))
         self._reused = sum(self.state.lengths) - queued

@@ -28,7 +28,7 @@ def run_eager(
 ) -> Tensor:
     """The blocks one after the other: x float32 `[R, T, E]` -> `[R, T, E]`.
 
-    keep: how many of each row's last tokens anybody reads the stream of; the result is that of those, as
+    keep: how many of each row's last tokens are read; the result is the stream of those, as
     `ops.last_tokens` gives them. None: of all.
     """
     whole = blocks if keep is None else blocks[:-1]

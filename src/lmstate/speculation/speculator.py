@@ -101,7 +101,7 @@ class Speculator:
             self.drafter.observe(list(tokens), list(tokens.values()))
 
     def forget(self, row: int) -> None:
-        """A row has ended: what comes under its number is another text."""
+        """A row has ended: later tokens under its number are another text."""
         self._proposed.pop(row, None)
         self._credit.pop(row, None)
         self._by_row.pop(row, None)

@@ -16,7 +16,7 @@ from lmstate.state.media import Spans, axis_positions
 from lmstate.state.validate import whole_number
 
 CHUNK = 384
-"""Tokens of a row that one forward takes: what lies between two products of a wide layer stays in the third cache."""
+"""Tokens of a row that one forward takes: the data between two products of a wide layer stays in the third cache."""
 
 Built = TypeVar("Built")
 

@@ -42,7 +42,7 @@ PEFT_REFUSES = {
 }  # fmt: skip
 MOST_RANK = 2**16
 MOST_ALPHA = 1e9
-# What a PEFT config may ask for that changes the arithmetic, and that lmstate does not do.
+# Options of a PEFT config that change the arithmetic, and that lmstate does not support.
 REFUSED = ("lora_bias", "use_qalora", "use_bdlora", "alora_invocation_tokens", "layer_replication",
            "modules_to_save", "trainable_token_indices", "arrow_config",
            "kasa_config", "velora_config", "monteclora_config")  # fmt: skip

@@ -232,7 +232,7 @@ class PrefixStore:
                 self._remove(node)
 
     def shrink(self, limit: int) -> None:
-        """Hold at most this many bytes from now on; if nothing else is left to go, what is pinned goes too."""
+        """Hold at most this many bytes from now on; if nothing else is left to go, pinned entries go too."""
         self.limit = limit
         if not self._make_room(0):
             self._make_room(0, pinned=True)
@@ -395,7 +395,7 @@ class PrefixStore:
 
     def learn(self, found: Iterable[tuple[str, Entry]]) -> None:
         """Have these entries of the tier found, as far as they hang on something."""
-        # What a run hangs on begins before it, but may end behind it: a run that this one leaves on the way.
+        # The parent of a run begins before it, but may end behind it: a run that this one leaves on the way.
         for key, entry in sorted(found, key=lambda pair: (pair[1].start, pair[1].kind != "run")):
             node, matched = walk(self._root((entry.frequency_key, entry.salt)), entry.tokens)
             end = len(entry.tokens)

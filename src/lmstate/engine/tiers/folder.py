@@ -61,7 +61,7 @@ DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 class FolderTier(Tier):
-    """Keeps at most `limit` bytes of files; what was not used for the longest goes first, ends of texts before their
+    """Keeps at most `limit` bytes of files; the least recently used go first, ends of texts before their
     beginnings. Several processes may share a folder."""
 
     name = "folder"

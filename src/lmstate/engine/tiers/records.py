@@ -249,7 +249,8 @@ class RecordWriter:
                 return there
             if there.change not in saved.changes and there.writer != saved.writer:
                 raise moved(saved.name, there)
-            # What is there is older than what this one follows: of this writer, or of a store that went back.
+            # The stored record is older than the one that this one follows: of this writer, or of a store that went
+            # back.
             saved = saved.after(there)
         raise OSError("the record in the store changes all the time")
 

@@ -6,7 +6,7 @@
 
 and records, see `BlobRecords`.
 
-How much it may hold is the store's own affair (`maxmemory`, a lifecycle rule): what is gone is computed again.
+How much it may hold is the store's own affair (`maxmemory`, a lifecycle rule): lost entries are computed again.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ class Tier(ABC):
             return self._changed.wait_for(lambda: not self.writing, timeout)
 
     def close(self, timeout: float = 30.0) -> None:
-        """Write what waits, records first, and end the threads; what is not written in time is lost."""
+        """Write what waits, records first, and end the threads; entries that are not written in time are lost."""
         self.records.close(timeout)
         self.flush(timeout)
         with self._changed:

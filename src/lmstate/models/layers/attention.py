@@ -46,7 +46,7 @@ class Attention(FusableLayer):
     as it has features; `gate_act` opens it. `reads`: the number of an earlier layer whose keys and values it attends
     to, and `qkv` are queries alone.
 
-    `clip`: what the projections give is brought to within that of 0. `turned_weight` float32 `[D]` multiplies queries
+    `clip`: clamps q, k and v to +-clip. `turned_weight` float32 `[D]` multiplies queries
     after they are rotated: where a norm comes after the rotation, that part is left of it there. `out_norm`: of the
     heads together, before `out`. `slopes` float32 `[H]`, `biases` float32 `[H, M]`: see `ops.AttentionParams`.
     """

@@ -324,7 +324,7 @@ class FusedGraph:
 def last_tokens(x: Tensor, counts: Sequence[int], keep: Sequence[int]) -> Tensor:
     """The last `keep[r]` of the `counts[r]` tokens of each row r, of a stream `[R, T, E]` -> `[R, K, E]`.
 
-    K is the largest of `keep`; what lies behind a row's tokens is padding, any numbers.
+    K is the largest of `keep`; padding follows a row's tokens, with any numbers.
     """
     rows, tokens, _ = x.shape
     places = [[min(end - n + at, tokens - 1) for at in range(max(keep))] for end, n in zip(counts, keep)]

@@ -157,7 +157,7 @@ class Answer:
             events += self.parser.push(rest + ("" if self.stops.cut is not None else self.stops.flush()))
             held = self.parser.finish()
             calls = self.only_calls or self.calls or any(isinstance(event, CallStart) for event in events)
-            # What was held back is the beginning of a call, where the answer was cut off in it.
+            # The text held back is the beginning of a call, where the answer was cut off in it.
             events += [event for event in held if piece.finished == "eos" or not (calls and isinstance(event, Text))]
         kept: list[Event] = []
         for event in events:

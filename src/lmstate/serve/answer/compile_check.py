@@ -17,7 +17,7 @@ HELPERS = 2  # at a time: more requests wait
 MEMORY, SECONDS = 2**29, 3  # of one grammar
 PATIENCE = 30.0  # seconds of wall time, on a busy machine
 KNOWN = 4096  # grammars that are known to be harmless
-# What is harmless without a trial: grammars of our own around schemas without what multiplies.
+# Harmless without a trial: grammars of our own around schemas without keywords that multiply.
 PLAIN_LENGTH = 2**15
 MULTIPLIES = re.compile(
     r"%lark|%regex|\"(pattern|patternProperties|allOf|oneOf|not|if|\$ref|(min|max)(Items|Length|Properties))\"\s*:"

@@ -1,4 +1,4 @@
-"""Answers that come before all of their request has: what the client still sends is read before the connection closes.
+"""Answers that come before all of their request has: the server reads the rest of it before it closes the connection.
 
 One that is closed with unread bytes is reset, and a client that sends until the end never sees the answer.
 """
@@ -73,7 +73,7 @@ class Body:
         return message
 
     async def drain(self) -> None:
-        """Read the rest, or so much of it as anybody may send for nothing."""
+        """Read the rest, up to a limit."""
         size = 0
         while self.coming and size <= MOST:
             size += len((await self.receive()).get("body", b""))

@@ -88,7 +88,7 @@ class TokenGrammar:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer. Thread-safe; what was compiled is kept for the next request.
+    """Compiles grammars for one tokenizer. Thread-safe; compiled grammars are kept for the next request.
 
     Raises `GrammarError` for a grammar that is wrong, unsupported or too large.
     """

@@ -17,7 +17,7 @@ IDS, EMBEDS, MASK, POSITIONS = "input_ids", "inputs_embeds", "attention_mask", "
 BY_TOKEN = frozenset({"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"})
 # Names of the cache: since transformers 5.24, before it, and those of Mamba's models before it.
 CACHES = ("cache", "past_key_values", "cache_params")
-# What a call asks to be returned, or says about the cache: not part of what it feeds.
+# Options of a call about its results or the cache: not part of its input.
 OUTPUTS = frozenset(
     {"labels", "logits_to_keep", "use_cache", "return_dict", *CACHES,
      "output_hidden_states", "output_attentions", "output_router_logits", "is_first_iteration"}
