@@ -22,7 +22,7 @@ PHRASES = {
     NEGATED: ALL,
     r"\bis what\b": ALL,
     r"\banew\b": ALL,
-    r"(?:^|(?<=[-*|.:;] ))What\b(?![^.:;]*\?)": (DOCSTRINGS, PAGES),
+    r"(?:^|(?<=[-*|.:;] ))What\b(?![^.:;]*\?)": (DOCSTRINGS, COMMENTS, PAGES),
 }
 """What is not written, and the kinds of text in which it is not: a kind is added once it has none left."""
 MAX_WORDS = {PAGES: 45, DOCSTRINGS: 45}

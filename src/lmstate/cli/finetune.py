@@ -79,7 +79,7 @@ def finetune(
       lmstate finetune smollm2 notes.jsonl -o notes --epochs 3
       lmstate generate smollm2 "What did I note?" --adapter notes
     """
-    # What can be refused without the model is refused before it, and torch, are loaded for nothing.
+    # All that can be refused without the model is refused before it, and torch, are loaded for nothing.
     options.refuse_unknown(model, threads)
     if steps is None and not 0 < epochs < math.inf:
         raise typer.BadParameter(f"--epochs {epochs:g} was asked for; give a number above 0, or --steps")

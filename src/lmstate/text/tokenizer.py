@@ -287,7 +287,7 @@ class TextStream:
         """Return the text still held back, as it is if no more tokens come: broken characters are U+FFFD."""
         text = self._decode(self._window)
         piece = self._give(text)
-        # What comes after all goes on behind whole characters.
+        # Any further text goes on behind whole characters.
         self._window = [] if text.endswith(BROKEN) else self._window[-self._fresh :]
         self._given, self._fresh = self._decode(self._window), 0
         return piece

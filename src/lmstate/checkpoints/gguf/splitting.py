@@ -60,7 +60,7 @@ def _cased(suffix: str, digits: str, without: str = "") -> str:
 
 GPT2 = Splitting(gpt2_pattern=True)
 DIGITS = Splitting(single_digits=True, gpt2_pattern=True)
-# What llama.cpp takes for a file that names no splitting.
+# The splitting that llama.cpp takes for a file that names none.
 DEFAULT = Splitting(
     (
         r"[\p{P}\$\+<=>\^~\|]+",

@@ -220,7 +220,7 @@ class FolderTier(Tier):
                 "values (max(?, (select coalesce(max(rowid), 0) + 1 from entries)), ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (time_ns(), *told),
             )
-            # What it hangs on is used with it: so that ends of texts go before their beginnings.
+            # The entries above it are used with it: so that ends of texts go before their beginnings.
             self._used.update(dict.fromkeys(above, told[-1]))
             self._note_uses()
 

@@ -76,7 +76,7 @@ def build(w: WeightLoader) -> Model:
     floor = None
     if config.bool("kda_safe_gate", default=True):
         floor = config.float("kda_lower_bound", high=0.0, default=-5.0)
-    # What transformers saves as head_dim is that of the rope; the one of the delta rule then has a field of its own.
+    # The head_dim that transformers saves is that of the rope; the one of the delta rule then has a field of its own.
     heads = config.int("linear_num_heads", low=1, high=b.MAX_SIZE, default=shape.heads)
     head_dim = config.int("linear_head_dim", low=1, high=b.MAX_SIZE, default=shape.head_dim)
     kernel = config.int("short_conv_kernel_size", low=1, high=256, default=4)

@@ -25,7 +25,7 @@ TAGS = {
 }
 ATTRIBUTES = {"a": {"href", "title"}, "ol": {"start"}, **{tag: {"class"} for tag in ("span", "code", "pre", "div")}}
 # Characters of a code block and of a line in one that is highlighted, and seconds that it may take: many lexers need
-# time that grows with the square of a line. What is longer, or takes longer, is shown plain.
+# time that grows with the square of a line. Code that is longer, or takes longer, is shown plain.
 MOST_HIGHLIGHTED, LONGEST_LINE, HIGHLIGHT_SECONDS = 50_000, 1_000, 0.5
 INTERVAL, SHARE = 0.06, 8  # seconds between two renderings of a growing text, and how many times their own cost
 

@@ -13,7 +13,7 @@ from lmstate.engine.tiers.seal import store_key
 from lmstate.engine.tiers.sqlite_records import SqliteRecords
 from lmstate.serve.wire.tenants import caller
 
-# What storing raises: of SQLite, of the disk, and what the engine makes of other stores' errors.
+# Errors of storing: those of SQLite, of the disk, and the engine's for other stores.
 STORE_ERRORS = (sqlite3.Error, OSError, StoreUnreachable)
 ATTEMPTS = 10  # to commit a record that other processes change too
 

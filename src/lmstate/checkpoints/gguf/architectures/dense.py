@@ -94,7 +94,7 @@ def _mistral3(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors)
 def _apertus(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     bias_flags(metadata, prefix, config, tensors)
     config["hidden_act"] = "xielu"
-    # What the activation of each layer has learned, which are tensors elsewhere.
+    # The learned numbers of each layer's activation, which are tensors elsewhere.
     for name in ("alpha_p", "alpha_n", "beta", "eps"):
         config[f"xielu_{name}"] = metadata.get(f"xielu.{name}")
     config.setdefault("rope_scaling", {"rope_type": "default"})  # and not what the published models have

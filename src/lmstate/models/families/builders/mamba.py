@@ -97,7 +97,7 @@ def dt_limits(config: Config, name: str = "time_step_limit") -> tuple[float, flo
     return low, math.inf if high >= UNLIMITED else high
 
 
-# What configs of different years call the same kind of layer.
+# Names of the same kind of layer in configs of different years.
 KINDS = {
     "mamba": "mamba",
     "mamba2": "mamba",
