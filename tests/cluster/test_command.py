@@ -46,7 +46,7 @@ def test_status_and_drain_of_a_running_front(tmp_path: Path) -> None:
         assert [each["sessions"] for each in told["data"]] == [int(rank == home) for rank in (0, 1)]
         shown = run("status", "--url", server.url, "--session", "one").output
         assert f"session one: replica {home}" in shown and "yes" in shown and " % " in shown
-        assert "nowhere that this server knows" in run("status", "--url", server.url, "--session", "two").output
+        assert "on no replica that this server knows" in run("status", "--url", server.url, "--session", "two").output
 
         assert run("drain", "7", "--url", server.url).exit_code == 1
         assert run("drain", "first", "--url", server.url).exit_code == 2

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +17,7 @@ import httpx
 import pytest
 
 from lmstate.cluster.moving import MovingRequest
+from lmstate.cluster.ray_cluster import processes_of
 from lmstate.engine import Engine
 from lmstate.engine.results import ReplicaStatus
 from tests.cluster.test_front import check
@@ -64,6 +64,26 @@ def home(cluster: Any) -> ReplicaStatus:
     return found()[0]
 
 
+@pytest.mark.parametrize("moment", ["lmstate-token-*/token", "lmstate-ray-*/session_*/logs/raylet.out"])
+def test_nothing_is_left_of_a_server_that_is_stopped_while_ray_starts(
+    folder: Path, tmp_path: Path, moment: str
+) -> None:
+    (tmp_path / "store").mkdir()
+    serve = ["serve", str(folder), "--replicas", "2", "--store", f"file://{tmp_path / 'store'}", "--port", "0"]
+    with TemporaryDirectory() as temporary:  # a short name: Ray has sockets below it
+        process = subprocess.Popen([sys.executable, "-m", "lmstate", *serve], env={**os.environ, "TMPDIR": temporary})
+        try:
+            wait_until(lambda: any(Path(temporary).glob(moment)) or process.poll() is not None)
+            assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) > 0
+        finally:
+            process.kill()
+            process.wait()
+        assert not os.listdir(temporary)
+        assert not processes_of(Path(temporary))
+
+
 def test_a_session_stays_at_its_replica(cluster: Any) -> None:
     session = cluster.front.session("one")
     for turn in range(3):
@@ -102,32 +122,3 @@ def test_an_answer_outlives_a_replica_that_is_drained(cluster: Any, alone: Engin
     assert answer.moves == 1
     draining.join(120)
     wait_until(lambda: whole(cluster) and drained.id not in [one.id for one in cluster.status()])
-
-
-def processes_of(folder: str) -> list[str]:
-    """Command lines of processes that name a folder."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # it has ended meanwhile
-            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-    return [line for line in found if folder in line]
-
-
-@pytest.mark.parametrize("moment", ["lmstate-token-*/token", "lmstate-ray-*/session_*/logs/raylet.out"])
-def test_nothing_is_left_of_a_server_that_is_stopped_while_ray_starts(
-    folder: Path, tmp_path: Path, moment: str
-) -> None:
-    (tmp_path / "store").mkdir()
-    serve = ["serve", str(folder), "--replicas", "2", "--store", f"file://{tmp_path / 'store'}", "--port", "0"]
-    with TemporaryDirectory() as temporary:  # a short name: Ray has sockets below it
-        process = subprocess.Popen([sys.executable, "-m", "lmstate", *serve], env={**os.environ, "TMPDIR": temporary})
-        try:
-            wait_until(lambda: any(Path(temporary).glob(moment)) or process.poll() is not None)
-            assert process.poll() is None
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) > 0
-        finally:
-            process.kill()
-            process.wait()
-        assert not os.listdir(temporary)
-        wait_until(lambda: not processes_of(temporary))

@@ -250,5 +250,5 @@ def test_checkpoints_without_a_tower(tmp_path: Path) -> None:
     theirs.config.text_config.save_pretrained(tmp_path / "text")
     with pytest.raises(lmstate.UnsupportedError, match="family 'llama'"):
         Tower.open(tmp_path / "text")
-    with pytest.raises(lmstate.UnsupportedError, match="no checkpoint folder"):
+    with pytest.raises(lmstate.UnsupportedError, match="not a checkpoint folder"):
         Tower.open(tmp_path / "nothing")

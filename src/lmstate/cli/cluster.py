@@ -55,7 +55,7 @@ def status(
     table(f"Replicas of {url}", COLUMNS, [row(replica) for replica in told.get("data", ())])
     if session is not None:
         rank = told["session"]["rank"]
-        print(f"session {session}: {'nowhere that this server knows' if rank is None else f'replica {rank}'}")
+        print(f"session {session}: {'on no replica that this server knows' if rank is None else f'replica {rank}'}")
 
 
 def row(replica: dict[str, Any]) -> list[str]:
@@ -94,7 +94,7 @@ def drain(
         return asked(f"{url.rstrip('/')}{path}", body, wait)
 
     if rank != "all" and not rank.isdecimal():
-        raise typer.BadParameter(f"{rank!r} is no rank; give a number that `lmstate cluster status` shows, or all")
+        raise typer.BadParameter(f"{rank!r} is not a rank; give a number that `lmstate cluster status` shows, or all")
     ranks = drain_all(ask, seconds) if rank == "all" else iter([drain_one(ask, int(rank), seconds)])
     unstored = [drained for drained, stored in _told(ranks) if not stored]
     if unstored:

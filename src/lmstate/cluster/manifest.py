@@ -35,7 +35,7 @@ class Pods:
         if not re.fullmatch(r"[1-9][0-9]*(Mi|Gi|Ti|M|G|T)?", self.memory):
             raise ValueError(f"a pod memory of {self.memory!r} was asked for; give a size such as 16Gi")
         if not self.image or re.search(r"\s", self.image):
-            raise ValueError(f"{self.image!r} is no name of an image")
+            raise ValueError(f"{self.image!r} is not the name of an image")
 
 
 def manifest(spec: AppSpec, pods: Pods) -> str:

@@ -10,9 +10,11 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
@@ -76,7 +78,7 @@ class RayCluster:
             give_token()
             # Short: the names of sockets below it may have 107 bytes. Only its owner can enter.
             self._folder = Path(tempfile.mkdtemp(prefix="lmstate-ray-"))
-            # A Ray that was still starting is ended at the exit, by what it registers after this, so before this runs.
+            # What Ray registers after this, to end what it has started, runs before this.
             atexit.register(remove_folder, self._folder)
         else:
             check_address(address, os.environ)
@@ -113,12 +115,31 @@ class RayCluster:
 
             ray.shutdown()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove_folder(self._folder)
 
 
 def remove_folder(folder: Path, seconds: float = REMOVE) -> None:
-    """Remove a folder of processes that are ending and may write to it yet, for at most so many seconds."""
+    """Remove the folder of a Ray, ending the processes of it that are left, for at most so many seconds.
+
+    A Ray that was interrupted while it started ends some of them later, or never, and they make the folder again.
+    """
     until = monotonic() + seconds
-    while folder.exists() and monotonic() < until:
+    while monotonic() < until:
+        left = processes_of(folder)
+        for process in left:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         shutil.rmtree(folder, ignore_errors=True)
+        if not left and not folder.exists():
+            return
         sleep(0.05)
+
+
+def processes_of(folder: Path) -> list[int]:
+    """The processes that have a folder's name in their command lines; none where the system has no /proc."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended meanwhile
+            if os.fsencode(folder) in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found

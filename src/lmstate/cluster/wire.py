@@ -154,7 +154,7 @@ class WireAnswer(msgspec.Struct, frozen=True):
         try:
             return msgspec.msgpack.decode(self.found, type=kind)
         except (msgspec.MsgspecError, RecursionError) as error:
-            raise ReplicaLost(f"an answer that is no {kind} came over the wire: {error}") from None
+            raise ReplicaLost(f"an answer that is not a {kind} came over the wire: {error}") from None
 
 
 def pack(message: object) -> bytes:
@@ -166,7 +166,7 @@ def unpack(told: bytes, kind: type[Message]) -> Message:
     try:
         return msgspec.msgpack.decode(told, type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise ReplicaLost(f"a message that is no {kind.__name__} came over the wire: {error}") from None
+        raise ReplicaLost(f"a message that is not a {kind.__name__} came over the wire: {error}") from None
 
 
 def work_to_wire(work: Work, answered: list[list[int]], to: str, id: str) -> WireWork:

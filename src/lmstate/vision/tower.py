@@ -44,7 +44,9 @@ class Tower:
         `lmstate[vision]`; `ModelError` where weights are missing.
         """
         if not (path / "config.json").is_file():
-            raise UnsupportedError(f"{path} is no checkpoint folder; lmstate reads the vision towers of folders alone")
+            raise UnsupportedError(
+                f"{path} is not a checkpoint folder; lmstate reads the vision towers of folders alone"
+            )
         _refuse_family(_family(path))
         try:
             from transformers import AutoConfig, AutoModelForImageTextToText
