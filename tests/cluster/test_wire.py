@@ -70,7 +70,7 @@ def test_what_is_no_message_is_refused(told: bytes) -> None:
         try:
             unpack(told, kind)
         except ReplicaLost as error:
-            assert "no Wire" in str(error)
+            assert "not a Wire" in str(error)
 
 
 def test_errors_keep_their_class_and_no_other_text_leaves() -> None:

@@ -131,6 +131,8 @@ def test_a_tower_sees_a_picture_once(seeing: lmstate.Model) -> None:
         assert engine.explain(said(first, "what is this?")).reused > 30
         with pytest.raises(ValueError, match="submit them"):
             engine.encode(said(first, "what is this?"))
+        shown = "".join(prefix.text for prefix in engine.prefixes())
+        assert "positions of a picture]" in shown and "this" in shown
 
 
 def test_other_requests_go_on_while_the_tower_runs(seeing: lmstate.Model, monkeypatch: pytest.MonkeyPatch) -> None:

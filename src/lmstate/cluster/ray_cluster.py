@@ -78,7 +78,7 @@ class RayCluster:
             give_token()
             # Short: the names of sockets below it may have 107 bytes. Only its owner can enter.
             self._folder = Path(tempfile.mkdtemp(prefix="lmstate-ray-"))
-            # What Ray registers after this, to end what it has started, runs before this.
+            # Ray registers the end of its processes after this, so that it runs before.
             atexit.register(remove_folder, self._folder)
         else:
             check_address(address, os.environ)

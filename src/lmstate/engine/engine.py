@@ -512,9 +512,12 @@ class Engine:
         shown = []
         for pictured, part in groupby(ids, key=lambda id: id >= PICTURED):
             own = list(part)
-            text = " ".join(map(str, own)) if decode is None else decode(own)
-            other = "[a source]" if self.model.start_id is not None else f"[{len(own)} positions of a picture]"
-            shown.append(other if pictured else text)
+            if not pictured:
+                shown.append(" ".join(map(str, own)) if decode is None else decode(own))
+            elif self.model.start_id is not None:
+                shown.append("[a source]")
+            else:
+                shown.append(f"[{len(own)} positions of a picture]")
         return "".join(shown)
 
     def drain(self, seconds: float = 0.0) -> bool:
