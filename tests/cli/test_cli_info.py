@@ -72,7 +72,7 @@ def test_sizes(count: int, text: str) -> None:
     assert size(count) == text
 
 
-@pytest.mark.parametrize("name", ["llama-tied-mha", "qwen3_moe", "gemma3", "falcon_h1"])
+@pytest.mark.parametrize("name", ["llama-tied-mha", "qwen3_moe", "gemma3", "falcon_h1", "bart"])
 def test_every_weight_stands_in_one_row_of_the_table(name: str) -> None:
     model = pair(name)[1]
     rows = weight_rows(model)

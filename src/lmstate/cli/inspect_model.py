@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from lmstate.checkpoints.placement import ranges
 from lmstate.cli.output import size
 from lmstate.generation import Sampler
-from lmstate.models.describe import bytes_by_kind, parameter_count, stored_weights, told_context, told_devices
+from lmstate.models.describe import parameter_count, told_context, told_devices
 from lmstate.models.fingerprint import weights_in
 from lmstate.models.model import Model
 from lmstate.ops import Weight
@@ -22,15 +22,15 @@ from lmstate.state import AttentionState, LayerState
 
 def model_rows(model: Model) -> list[tuple[str, str]]:
     """Names and values for `lmstate inspect`."""
-    config, weights = model.config, stored_weights(model.network)
+    config, totals = model.config, model.weight_totals
     return [
         ("family", config.family),
-        ("parameters", f"{sum(map(parameter_count, weights)):,}"),
+        ("parameters", f"{totals.parameters:,}"),
         ("layers", str(len(model.blocks))),
         ("hidden size", f"{config.hidden_size:,}"),
         ("vocabulary", f"{config.vocab_size:,}"),
         ("context", told_context(config, model.context_size)),
-        ("weights", _weights(weights)),
+        ("weights", _weights(totals.nbytes)),
         ("computes in", f"{str(model.dtype).removeprefix('torch.')} on {told_devices(model.devices)}"),
         ("suggested sampling", _sampling(model)),
         *([] if model.commit is None else [("commit", model.commit)]),
@@ -47,11 +47,10 @@ def _sampling(model: Model) -> str:
     return ", ".join(told) or "none: the most likely token"
 
 
-def _weights(weights: Sequence[Tensor | Weight]) -> str:
+def _weights(by_kind: Mapping[str, int]) -> str:
     """Bytes of all weights, and of each storage: "70.3 MiB (int4 61.0 MiB, float32 0.1 MiB)"."""
-    by_kind = bytes_by_kind(weights)
-    parts = ", ".join(f"{kind} {size(count)}" for kind, count in by_kind.most_common())
-    return f"{size(by_kind.total())} ({parts})"
+    parts = ", ".join(f"{kind} {size(count)}" for kind, count in by_kind.items())
+    return f"{size(sum(by_kind.values()))} ({parts})"
 
 
 def state_rows(model: Model) -> list[tuple[str, ...]]:
@@ -82,7 +81,6 @@ def _with_room(model: Model, tokens: int) -> list[LayerState]:
     return [part for layer in state.layers for part in layer.leaves()]
 
 
-PARTS = ("embed", "blocks", "norm", "head", "head_bias", "entry", "exit", "heads")  # of `Network.parts`
 NUMBERS = re.compile(r"\.\d+(?=\.|$)")
 
 
@@ -122,14 +120,14 @@ def _named(model: Model) -> Iterator[tuple[str, int | None, Tensor | Weight]]:
     """Every weight once: its name with `*` for what is counted, the number of its block, and it."""
     seen: set[int] = set()
     tied = model.head is model.embed
-    for part, thing in zip(PARTS, model.network.parts):
-        for path, weight in weights_in(thing):
-            if id(weight) in seen or path.endswith(".frequencies"):
-                continue
-            seen.add(id(weight))
-            if part == "blocks":
-                _, block, rest = path.split(".", 2)
-                yield NUMBERS.sub(".*", rest), int(block), weight
-            else:
-                name = "embed, head" if tied and part == "embed" else part
-                yield NUMBERS.sub(".*", name + path), None, weight
+    for path, weight in weights_in(model.network):
+        if id(weight) in seen or path.endswith(".frequencies"):
+            continue
+        seen.add(id(weight))
+        _, part, *rest = path.split(".")
+        if part == "blocks":
+            block, *rest = rest
+            yield NUMBERS.sub(".*", ".".join(rest)), int(block), weight
+        else:
+            name = "embed, head" if tied and part == "embed" else part
+            yield NUMBERS.sub(".*", ".".join([name, *rest])), None, weight
