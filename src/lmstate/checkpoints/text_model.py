@@ -24,8 +24,8 @@ OWN = (*BASES.values(), HEAD, HEADS)
 class TextModelSource(Renamed):
     """A `Source` over the text model of a wrapper: its `text_config`, its tensors under their plain names.
 
-    Tensors outside of the text model belong to other parts, whatever their names, and are left out. All tensors inside
-    are there, so that one which the text model does not use stays an error. Raises `ModelError` if there is none.
+    Tensors outside of the text model belong to other parts, whatever their names, and are left out. Tensors inside it
+    are all kept: one that the text model does not use is an error. Raises `ModelError` if there is no text model.
     """
 
     def __init__(self, whole: Source, text_config: Config) -> None:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lmstate import ops
-from lmstate.models.embeddings import EMBED_CHUNK, chosen_pooling, pooled
+from lmstate.models.embeddings import EMBED_CHUNK, chosen_pooling, pooled, read_part
 
 if TYPE_CHECKING:
     from lmstate.models.model import Model
@@ -40,8 +39,7 @@ class EmbeddedText:
     def _read(self, model: Model) -> None:
         start = self._state.lengths[0]
         count = BESIDE_STREAMS if self._busy() else EMBED_CHUNK
-        hidden = model.hidden([self._tokens[start : start + count]], self._state)[0]
-        self._parts.append(ops.norm(hidden, model.norm))
+        self._parts.append(read_part(model, self._state, self._tokens[start : start + count]))
 
     def _after(self, part: Future[None]) -> None:
         try:

@@ -35,9 +35,8 @@ class Request:
         self.computed = 0  # tokens of the prompt, reused ones included; the engine counts
         self.reused: int | None = None  # tokens of the prompt that were not computed again; None before it is begun
         self.end_of_thinking: ThinkingFormat | None = None  # set where the section is to end now
-        # Pieces that who iterates may leave unread before the answers rest; None: any number.
-        self.max_unread: int | None = None
-        self._read: int | None = None  # pieces that were iterated over; None before anybody iterates
+        self.max_unread: int | None = None  # pieces that a reader may leave unread before the answers rest; None: any
+        self._read: int | None = None  # pieces that a reader has taken; None before there is a reader
         self._resting = False
         self._wake, self._delivery, self._thinking = wake, delivery, thinking
         self._changed = Condition()

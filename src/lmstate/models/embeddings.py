@@ -63,11 +63,13 @@ def _read(model: HiddenModel, tokens: list[int], row: int, pooling: Pooling) -> 
         raise ValueError(f"text {row} has no tokens; give texts that are not empty")
     state = model.new_state(rewind=0)
     state.expect(0, len(tokens))
-    parts = [
-        ops.norm(model.hidden([tokens[start : start + EMBED_CHUNK]], state)[0], model.norm)
-        for start in range(0, len(tokens), EMBED_CHUNK)
-    ]
-    return pooled(torch.cat(parts), pooling)
+    starts = range(0, len(tokens), EMBED_CHUNK)
+    return pooled(torch.cat([read_part(model, state, tokens[at : at + EMBED_CHUNK]) for at in starts]), pooling)
+
+
+def read_part(model: HiddenModel, state: State, tokens: list[int]) -> Tensor:
+    """Read some more tokens of a text -> their states after the last norm, float32 `[T, E]`."""
+    return ops.norm(model.hidden([tokens], state)[0], model.norm)
 
 
 def chosen_pooling(defaults: dict[str, Any], asked: str | None) -> Pooling:
