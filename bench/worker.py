@@ -10,6 +10,7 @@ another environment.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 from collections.abc import Callable
@@ -75,8 +76,6 @@ class Transformers:
     reads = 0
 
     def __init__(self, dtype: str, path: str) -> None:
-        import os
-
         import torch
         import transformers
 
@@ -232,8 +231,11 @@ def open_engine(name: str, path: str) -> Engine:
 
 
 def main() -> None:
+    # The answers alone go to stdout: vLLM and its processes log there.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
     engine = open_engine(sys.argv[1], sys.argv[2])
-    print(json.dumps({"version": engine.version}), flush=True)
+    print(json.dumps({"version": engine.version}), file=answers)
     ready: dict[str, Callable[[], float | None]] = {}
     for line in sys.stdin:
         asked = json.loads(line)
@@ -247,14 +249,14 @@ def main() -> None:
                     ready[line] = engine.decode(ids, asked["tokens"], asked["rows"])
                     ready[line]()  # warm
             except ValueError as error:
-                print(json.dumps({"refused": str(error)}), flush=True)
+                print(json.dumps({"refused": str(error)}), file=answers)
                 continue
         begin = perf_counter()
         told = ready[line]()
         seconds = perf_counter() - begin if told is None else told
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         reads = engine.reads if asked["case"] == "decode" else 0
-        print(json.dumps({"seconds": seconds, "peak": peak, "reads": reads}), flush=True)
+        print(json.dumps({"seconds": seconds, "peak": peak, "reads": reads}), file=answers)
 
 
 if __name__ == "__main__":
