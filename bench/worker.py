@@ -183,7 +183,10 @@ class OpenVino:
 
 
 class Vllm:
-    """A folder of safetensors; prefixes are not kept, so that a prompt is read each time."""
+    """A folder of safetensors; prefixes are not kept, so that a prompt is read each time.
+
+    It computes in a process of its own, whose memory is not in the peak.
+    """
 
     reads = 0
 
