@@ -16,7 +16,7 @@ from pathlib import Path
 from bench import hybrids, record
 from bench.compare import CASES, QUICK, Peer, compare, markdown, plot, start
 
-KINDS = ("int4", "int4/8", "int8", "bfloat16", "float32")
+KINDS = ("int4", "int4/16", "int8", "bfloat16", "float32")
 
 
 def has(python: str, module: str) -> bool:

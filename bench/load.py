@@ -10,7 +10,8 @@ prefixes  as `vllm bench serve --dataset-name prefix_repetition`: one of 4 prefi
           answers of 32
 
 Every client sends one request after the other. TTFT is the time to the first text, TPOT the time of an answer after it
-by token, ITL the time between two texts. Servers take turns, in `--rounds` rounds with prompts of their own each.
+by token, ITL the time between two texts. Servers take turns, in `--rounds` rounds with prompts of their own each, which
+differ from run to run: a server of `--url` may still have those of the last one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
-from time import perf_counter
+from time import perf_counter, time_ns
 
 from bench.server import llama_served, served, streamed
 
@@ -117,6 +118,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256, help="tokens of a random prompt")
     parser.add_argument("--answer", type=int, default=64, help="tokens of an answer to it")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=time_ns(), help="of the prompts; by default the time")
     parser.add_argument("--only", choices=("random", "prefixes"), help="one of the two kinds of prompts")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the table as JSON")
     options = parser.parse_args()
@@ -146,7 +148,7 @@ def main() -> None:
                 for number in range(options.rounds):
                     names = list(servers) if number % 2 else list(servers)[::-1]
                     for name in names:
-                        dice = random.Random(f"{kind} {clients} {number}")
+                        dice = random.Random(f"{options.seed} {kind} {clients} {number}")
                         prompts = (
                             random_prompts(options.requests, options.prompt, vocab, dice)
                             if kind == "random"

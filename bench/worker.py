@@ -1,6 +1,6 @@
 """One engine in a process of its own: it loads SmolLM2 once, then times what it is asked for, a line of JSON each.
 
-`python worker.py ENGINE PATH` with ENGINE one of lmstate:int4, lmstate:int4/8, lmstate:int8, lmstate:bfloat16,
+`python worker.py ENGINE PATH` with ENGINE one of lmstate:int4, lmstate:int4/16, lmstate:int8, lmstate:bfloat16,
 lmstate:float32, transformers:bfloat16, transformers:float32, llama.cpp, whose PATH is the GGUF file, and openvino and
 vllm:bfloat16, whose PATH is a folder. Reads a line of {"case": ..., "at": ..., "tokens": ..., "rows": ...} and answers
 {"seconds": ..., "peak": bytes}. It imports nothing of lmstate unless that is the engine, so that a peer may live in
@@ -37,7 +37,7 @@ class Ours:
     def __init__(self, weights: str, path: str) -> None:
         import lmstate
 
-        kind, _, bits = weights.partition("/")  # "int4/8": of its activations
+        kind, _, bits = weights.partition("/")  # "int4/16": of its activations
         self.model = lmstate.load(
             path, weights="auto" if kind == "int4" else kind, activations=int(bits) if bits else "auto"
         )

@@ -49,8 +49,9 @@ def load(
     heads: also load the checkpoint's multi-token prediction heads, to draft with (`generate(draft="heads")`; "auto"
     uses them too). Each is one more layer, which every state of the model then keeps and every step runs. Or the folder
     or Hub id of a head that was published apart (EAGLE-3).
-    activations: bits of the activations that int4 and int8 weights multiply on the CPU, 8 or 16; "auto" is 16. With 8,
-    prompts are faster and perplexity is some tenths of a percent higher; heads keep 16.
+    activations: bits of the activations that int4 and int8 weights multiply on the CPU, 8 or 16; "auto" is 8 for the
+    quantized tensors of a GGUF file, as in llama.cpp, and 16 elsewhere. With 8, prompts are faster and perplexity is
+    some tenths of a percent higher; heads keep 16.
     context_size: the most tokens that texts will have. More than the model was made for stretches its positions by YaRN
     (Peng et al. 2023), which costs short texts some quality; less is a limit for the server and the command line.
     parallel: the number of processes that share the weights and the state, on the CPU; each computes a part of every

@@ -14,6 +14,7 @@ from lmstate.cli.inspect_model import weight_rows
 from lmstate.models.families import build
 from lmstate.ops.dense.linear import linear_reference, rounded_to_bytes
 from lmstate.ops.weights.grouped import quantize
+from tests.files import ggufs
 from tests.zoo import CASES, auto
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -27,17 +28,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-def load(folder: Path, activations: int | str, cache: Path | None = None) -> lmstate.Model:
-    return build(WeightLoader(open_source(folder), "int4", cache=cache, activations=activations))
+def load(path: Path, activations: int | str, cache: Path | None = None, weights: str = "int4") -> lmstate.Model:
+    return build(WeightLoader(open_source(path), weights, cache=cache, activations=activations))
+
+
+def layer_bits(model: lmstate.Model) -> set[str]:
+    """Bits of the activations that quantized matrices of the layers multiply."""
+    return {row[3] for row in weight_rows(model) if row[0].startswith("blocks") and row[1].startswith("int")}
 
 
 def test_layers_have_the_bits_that_were_asked_for_and_heads_keep_16(folder: Path, tmp_path: Path) -> None:
     for bits in (8, 16, "auto", 8):  # converted, and from the cache, which is one for all
-        rows = weight_rows(load(folder, bits, tmp_path))
-        layers = {row[3] for row in rows if row[0].startswith("blocks") and row[1].startswith("int")}
-        assert layers == ({"8 bits"} if bits == 8 else {"16 bits"})
-        assert {row[3] for row in rows if "head" in row[0]} == {"16 bits"}
+        model = load(folder, bits, tmp_path)
+        assert layer_bits(model) == ({"8 bits"} if bits == 8 else {"16 bits"})
+        assert {row[3] for row in weight_rows(model) if "head" in row[0]} == {"16 bits"}
     assert len(list(tmp_path.rglob("*.safetensors"))) == 1
+
+
+@pytest.mark.parametrize("form", ["Q4_0", "Q4_1", "Q5_1", "Q8_0", "IQ4_NL"])
+def test_quantized_tensors_of_gguf_multiply_8_bits_unless_16_are_asked_for(form: str, tmp_path: Path) -> None:
+    def matrix(name: str, rows: int, columns: int) -> object:
+        return ggufs.floats(rows, columns) if name == "attn_v" else (ggufs.blocks(form, rows, columns), form)
+
+    file = ggufs.write(tmp_path / "model.gguf", tensors=ggufs.llama_tensors(matrix))
+    for bits, expected in (("auto", {"8 bits"}), (16, {"16 bits"}), (8, {"8 bits"})):
+        model = load(file, bits, weights="auto")
+        assert layer_bits(model) == expected
+        assert {row[3] for row in weight_rows(model) if "head" in row[0]} <= {"16 bits", "floats"}
+    floats = ggufs.write(tmp_path / "floats.gguf")
+    assert layer_bits(load(floats, "auto", weights="int4")) == {"16 bits"}  # rounded here, not by the file
 
 
 def test_a_state_is_refused_by_a_model_with_other_activations(folder: Path) -> None:

@@ -52,7 +52,8 @@ class WeightLoader:
     of K/V storage and of the big products, float32 for float32 weights and bfloat16 for all others unless given.
     `cache`: the folder where conversions are kept, None to keep none. `progress`: whether a long conversion may draw a
     bar on a terminal. `heads`: whether multi-token prediction heads are wanted. `activations`: the bits of the
-    activations that int4 and int8 matrices multiply; "auto" is 16, and of 8 heads keep 16, where 8 would cost most.
+    activations that int4 and int8 matrices multiply; "auto" follows the format of the checkpoint: 8 for quantized
+    tensors of a GGUF file, 16 elsewhere. Heads keep 16, where 8 would cost most.
     `context_size`: tokens that texts may have; where that is more than the model was made for, YaRN stretches its
     positions. `device`: where the model is to lie, several devices for one whose blocks are spread; of "auto" weights
     the first one decides.
@@ -298,7 +299,7 @@ class WeightLoader:
 
     def _matrix(self, label: str, parts: list[StackedMatrix], order: Tensor | None = None) -> Weight:
         self._asked.update(name for part in parts for name in part.names)
-        activations = 8 if self.activations == 8 and not _outside(parts) else 16
+        activations = self._activation_bits(parts)
         kept = self._packed.get(label) if self._packed else None
         if self._packed is not None and kept is not None:
             self._note_error(label, self._packed.error(label))
@@ -313,6 +314,13 @@ class WeightLoader:
         if costly:
             self._bar.advance(len(parts))
         return self._for_decoding(weight.with_activations(activations))
+
+    def _activation_bits(self, parts: list[StackedMatrix]) -> int:
+        if _outside(parts):
+            return 16
+        if self.activations != "auto":
+            return int(self.activations)
+        return self.source.activation_bits if all(part.stored in ("int4", "int8") for part in parts) else 16
 
     def _note_error(self, label: str, error: float | None) -> None:
         if error is not None:

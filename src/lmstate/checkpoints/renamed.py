@@ -38,6 +38,7 @@ class Renamed:
         self.generation = whole.generation
         self.notes = whole.notes
         self.conversions = whole.conversions
+        self.activation_bits = whole.activation_bits
         self.config = config
         self._names: dict[str, str] = {}
         for name, there in pairs:

@@ -61,6 +61,11 @@ class Source(Protocol):
     notes: tuple[str, ...]  # what the files leave out or have wrong, and what was guessed; a warning each
 
     @property
+    def activation_bits(self) -> int:
+        """Default bits of the activations that quantized tensors of this format multiply."""
+        ...
+
+    @property
     def conversions(self) -> tuple[str, ...]:
         """Tensors held in another storage than the files', a line of the log each."""
         ...

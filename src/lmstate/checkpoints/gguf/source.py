@@ -26,6 +26,8 @@ class GgufSource:
     """A `Source` over one .gguf file. `open` parses the file; `from_json` takes what a cache remembers of that
     instead."""
 
+    activation_bits = 8  # as in llama.cpp, which rounds them for every quantized format
+
     def __init__(
         self,
         path: Path,

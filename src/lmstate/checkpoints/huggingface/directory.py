@@ -27,6 +27,8 @@ FLOATS = ("float32", "float16", "bfloat16")
 class CheckpointFolder:
     """A `Source` over a directory. Tensors are mapped, not read; shards are opened when first needed."""
 
+    activation_bits = 16
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.notes: tuple[str, ...] = ()
