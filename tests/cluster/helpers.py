@@ -14,14 +14,15 @@ from lmstate.text.tokenizer import Tokenizer
 
 
 class LocalChannel:
-    """Calls to an engine of this process. `dies_after`: tokens of an answer after which it is dead."""
+    """Calls to an engine of this process. `dies_after`: tokens of an answer after which it is dead. `deaf`: no note
+    arrives."""
 
     def __init__(self, engine: Engine, rank: int) -> None:
         self.served, self.dead, self.dies_after = ServedEngine(engine, rank), False, -1
-        self.taken = 0
+        self.taken, self.deaf = 0, False
 
     async def call(self, method: str, told: bytes) -> bytes:
-        if self.dead:
+        if self.dead or (self.deaf and method == "note"):
             raise ReplicaLost("it is dead")
         found: bytes = await getattr(self.served, method)(told)
         return found

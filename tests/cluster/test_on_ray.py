@@ -95,6 +95,14 @@ def test_a_session_stays_at_its_replica(cluster: Any) -> None:
     assert counts == [0, 3]
 
 
+def test_long_messages_arrive(cluster: Any) -> None:
+    wait_until(lambda: whole(cluster))
+    tokens = list(range(1, 250)) * 20_000  # 5 million, in about as many bytes
+    for replica in cluster.front.remote():
+        assert replica.look("prefixes", list[Any], tokens) is not None
+        assert not replica.lost
+
+
 def test_an_answer_outlives_a_process_that_is_killed(cluster: Any, alone: Engine) -> None:
     wait_until(lambda: whole(cluster))
     answer = cluster.front.submit(list(range(1, 60)), **LONG)

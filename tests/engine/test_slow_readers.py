@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from lmstate.cluster.front import Front
 from lmstate.engine import Engine, Piece, Request
 from tests.engine.alone import alone
 from tests.engine.test_batching import KINDS, prompt
@@ -15,7 +16,7 @@ from tests.zoo import ours
 UNREAD, COUNT = 4, 40
 
 
-def begun(engine: Engine, seed: int, **options: int) -> tuple[Request, Iterator[Piece], list[Piece]]:
+def begun(engine: Engine | Front, seed: int, **options: int) -> tuple[Request, Iterator[Piece], list[Piece]]:
     """A request of whose answers one piece is read."""
     request = engine.submit(prompt(20, seed), max_new_tokens=COUNT, ignore_eos=True, **options)
     request.max_unread = UNREAD

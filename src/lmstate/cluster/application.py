@@ -160,6 +160,7 @@ def app(args: dict[str, Any]) -> Any:
     from ray import serve
 
     from lmstate.cluster.on_ray import engine_deployment
+    from lmstate.cluster.ray_cluster import MESSAGES
 
     engines, told = spec.engines(), msgspec.json.encode(spec.engines())
     bound = []
@@ -169,7 +170,11 @@ def app(args: dict[str, Any]) -> Any:
             deployment = deployment.options(num_replicas=None, autoscaling_config=rank_scaling(rank < spec.replicas))
         bound.append(deployment.bind(rank, told))
     front = serve.deployment(
-        name="front", num_replicas=spec.fronts, max_ongoing_requests=1000, graceful_shutdown_timeout_s=120
+        name="front",
+        num_replicas=spec.fronts,
+        max_ongoing_requests=1000,
+        graceful_shutdown_timeout_s=120,
+        ray_actor_options={"runtime_env": {"env_vars": dict(MESSAGES)}},
     )(serve.ingress()(FrontReplica))
     return front.bind(msgspec.json.encode(spec), bound)
 

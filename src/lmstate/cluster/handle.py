@@ -55,6 +55,10 @@ class Errand(Protocol):
 
     def end_thinking(self) -> None: ...
 
+    def read_elsewhere(self, count: int, max_unread: int) -> None:
+        """As `Request.read_elsewhere`."""
+        ...
+
 
 class ReplicaHandle(Protocol):
     """A replica. Its methods are for any thread; `submit` and `load` raise `ReplicaLost` once it is gone."""

@@ -51,6 +51,8 @@ class MovingRequest(Request):
         self._answered: list[list[int]] = [[] for _ in range(work.params.n)]
         self._texts = [""] * work.params.n
         self._ended = [False] * work.params.n
+        self._heard = 0  # pieces from the replica that is heard
+        self._told_read: int | None = None  # of these, as many as the replica knows to be read
 
     def start(self) -> None:
         """Send it. Raises what `Engine.submit` does."""
@@ -75,6 +77,23 @@ class MovingRequest(Request):
             errand.end_thinking()
         if self.cancelled:
             errand.cancel()
+        self._tell_read()
+
+    def _taken(self, count: int) -> int:
+        super()._taken(count)
+        self._tell_read()
+        return count
+
+    def _tell_read(self) -> None:
+        """Tell the replica how far the reader is: a note for each quarter of the pieces that may be unread."""
+        with self._lock:
+            if (errand := self._errand) is None or self.done or self.max_unread is None or self._read is None:
+                return
+            read = self._heard - (len(self._pieces) - self._read)
+            if self._told_read is not None and read < self._told_read + max(1, self.max_unread // 4):
+                return
+            self._told_read = read
+        errand.read_elsewhere(read, self.max_unread)
 
     def _hear(self, attempt: int, told: Told) -> None:
         """Take news of a replica, unless the request has moved on from there."""
@@ -88,6 +107,7 @@ class MovingRequest(Request):
             try:
                 for piece in told.pieces:
                     self._add(piece)
+                    self._heard += 1
             except ReplicaLost as error:
                 self._finish(error)
                 return
@@ -115,7 +135,7 @@ class MovingRequest(Request):
     def _go_on(self) -> None:
         """Send it to another replica."""
         self._attempt += 1
-        self._errand = None
+        self._errand, self._heard, self._told_read = None, 0, None
         self._later(self._move)
 
     def _move(self) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from lmstate.checkpoints.hub import served_name
 from lmstate.cluster.cluster import Cluster
 from lmstate.cluster.ray_channel import RayChannel
-from lmstate.cluster.ray_cluster import RayCluster, check_ray
+from lmstate.cluster.ray_cluster import MESSAGES, RayCluster, check_ray
 from lmstate.cluster.replica import EngineReplica, ReplicaSpec
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def engine_deployment(spec: ReplicaSpec) -> Any:
         ray_actor_options={
             "num_cpus": spec.threads,
             "num_gpus": gpus,
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads, **carried()}},
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads, **MESSAGES, **carried()}},
         },
     )(EngineReplica)
 

@@ -25,8 +25,10 @@ from lmstate.files.private import private_file
 OBJECT_STORE = 100 * 2**20  # bytes; what we send is small, and Ray would take 30 % of the memory
 REMOVE = 10.0  # seconds that ending processes may go on writing to their folder
 AUTH_MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+# Read by processes that send or receive calls: Ray would refuse messages of 4 MiB, as long prompts are.
+MESSAGES = {"RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**28)}
 # Read by every process of the cluster: no usage statistics are sent, and handles use gRPC.
-SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"}
+SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1", **MESSAGES}
 
 
 def check_ray() -> None:

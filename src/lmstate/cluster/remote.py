@@ -101,10 +101,13 @@ class RemoteErrand:
         self._replica = replica
 
     def cancel(self) -> None:
-        self._replica.note(WireNote(self.id, True, False))
+        self._replica.note(WireNote(self.id, cancel=True))
 
     def end_thinking(self) -> None:
-        self._replica.note(WireNote(self.id, False, True))
+        self._replica.note(WireNote(self.id, end_thinking=True))
+
+    def read_elsewhere(self, count: int, max_unread: int) -> None:
+        self._replica.note(WireNote(self.id, read=count, max_unread=max_unread))
 
 
 class RemoteReplica:
@@ -178,13 +181,16 @@ class RemoteReplica:
         return listener is not None and told.outcome is None
 
     def note(self, note: WireNote) -> None:
-        """Send a sender's wish; one that does not arrive is lost with the replica."""
+        """Send a sender's wish, until it arrives or the replica is lost. Wishes may overtake each other."""
 
         async def send() -> None:
-            try:
-                await self._channel.call("note", pack(note))
-            except ReplicaLost as error:
-                LOG.info("a wish did not arrive: %s", error)
+            while not self.lost:
+                try:
+                    await self._channel.call("note", pack(note))
+                    return
+                except ReplicaLost as error:
+                    LOG.info("a wish did not arrive: %s", error)
+                    await asyncio.sleep(LOOK)
 
         if not self.lost:
             self._loop.begin(send())

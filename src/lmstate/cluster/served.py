@@ -125,6 +125,8 @@ class ServedEngine:
         if (request := self._requests.get(note.id)) is not None:
             if note.end_thinking:
                 request.end_thinking()
+            if note.read is not None:
+                request.read_elsewhere(note.read, note.max_unread)
             if note.cancel:
                 request.cancel()
         else:

@@ -72,8 +72,10 @@ class WireNote(msgspec.Struct, frozen=True):
     """A wish of a request's sender."""
 
     id: str
-    cancel: bool
-    end_thinking: bool
+    cancel: bool = False
+    end_thinking: bool = False
+    read: int | None = None  # pieces that its reader has taken, see `Request.read_elsewhere`
+    max_unread: int = 0
 
 
 class WirePiece(msgspec.Struct, frozen=True, array_like=True):

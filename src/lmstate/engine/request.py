@@ -131,6 +131,15 @@ class Request:
 
     # ---- for the engine
 
+    def read_elsewhere(self, count: int, max_unread: int) -> None:
+        """Note that a reader in another process has taken so many pieces, of which it may leave some unread.
+
+        Notes may come in any order: a smaller count than the last one changes nothing. One below 0 counts pieces of an
+        earlier part of the answer that are unread.
+        """
+        self.max_unread = max_unread
+        self._taken(count if self._read is None else max(count, self._read))
+
     def rests(self) -> bool:
         """Whether its reader is too far behind, until it has read half of what may be. For the engine's thread."""
         if self.max_unread is None or self._read is None:
