@@ -8,7 +8,7 @@
  * tile. */
 enum { DEEP = 1024, SHARE = 2, NARROW = 640 };
 
-int64_t few_rows(const linear_args *a) { return bf16_applies(a) ? HIGH : VL == 16 ? 40 : 20; }
+int64_t few_rows(const linear_args *a) { return bf16_applies(a) ? 2 * HIGH : VL == 16 ? 40 : 20; }
 
 int64_t rows_interleaved(const linear_args *a) {
   return bf16_applies(a) && !bf16_in_tiles(a) && a->rows > few_rows(a) ? HIGH : 1;
@@ -217,20 +217,21 @@ static void finish_panel(const linear_args *a, const bfloat12 *w, const void *x,
 
 void stored_panel(const linear_args *a, const bfloat12 *w, const void *x, int64_t first, int64_t count,
                   span_of_rows of) {
-  static float_tile_of *const tiles[] = {float_tile_f32, float_tile_bf16, float_tile_f16};
+  static float_tile_of *const kinds[] = {float_tile_f32, float_tile_bf16, float_tile_f16};
   const int64_t k = a->inputs, last = a->outputs - 1, pairs = bf16_applies(a);
   const int64_t high = a->kind == BFLOAT12 && !pairs ? HIGH12 : HIGH;
   int64_t at[PANEL];
   for (int64_t n = 0; n < PANEL; n++) at[n] = (first + n < last ? first + n : last) * k;
   for (int64_t row = of.first, rows; row < of.last; row += rows) {
     float sums[HIGH][PANEL];
-    rows = of.last - row < high ? of.last - row : high;
+    const int64_t left = of.last - row, tiles = (left + high - 1) / high;
+    rows = (left + tiles - 1) / tiles; /* evenly: a low tile takes as long to read its weights as a high one */
     for (int64_t n = 0, made; n < count; n += made) {
       float(*own)[PANEL] = (float(*)[PANEL])(sums[0] + n);
       made = OUTPUTS;
       if (pairs) made = bf16_tile(a, w, (const uint16_t *)x + row * k, first + n, count - n, rows, own);
       else if (a->kind == BFLOAT12) bfloat12_tiles(w, (const float *)x + row * k, k, first + n, rows, own);
-      else tiles[a->kind]((const float *)x + row * k, a->weight, at + n, k, rows, own);
+      else kinds[a->kind]((const float *)x + row * k, a->weight, at + n, k, rows, own);
     }
     finish_panel(a, w, x, sums, row, rows, first, count);
   }
