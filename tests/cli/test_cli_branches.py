@@ -262,6 +262,7 @@ def test_inspect_describes_a_snapshot(conversation: ChatConversation, name: str,
     assert result.exit_code == 0
     assert f"{conversation.state.lengths[0]} (1 to recompute)" in result.stdout
     assert conversation.model.config.family in result.stdout
+    assert "unknown" in result.stdout.splitlines()[1]  # a model that was not loaded has no name
 
 
 def test_a_chat_keeps_keys_and_values_in_few_bits_after_a_reset_too(monkeypatch: pytest.MonkeyPatch) -> None:

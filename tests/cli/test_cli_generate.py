@@ -347,7 +347,19 @@ def test_a_draft_that_is_none_is_told_with_those_that_are(model: FakeModel, runn
     assert result.exit_code == 1 and "--draft is auto, text, heads, none or a model: no model" in result.stderr
 
 
-def test_generate_and_chat_load_an_adapter(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_contradict_each_other_are_told_before_a_model_is_loaded(
+    model: FakeModel, runner: CliRunner
+) -> None:
+    for arguments, told in (
+        (["--min-tokens", "9", "-n", "8"], "min_tokens is 9, more than max_new_tokens, which is 8"),
+        (["--regex", "a", "--grammar", "b"], "regex and grammar were given"),
+    ):
+        result = runner.invoke(app, ["generate", "m", "Hello", *arguments])
+        assert result.exit_code == 2 and told in " ".join(result.stderr.split())
+    assert model.asked == []
+
+
+def test_generate_and_chat_load_an_adapter(runner: CliRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[object] = []
 
     def load(name: str, weights: str = "auto", adapter: object = None, **_: object) -> object:
@@ -356,9 +368,9 @@ def test_generate_and_chat_load_an_adapter(runner: CliRunner, monkeypatch: pytes
 
     monkeypatch.setattr(lmstate, "load", load, raising=False)
     for arguments in (["generate", "m", "Hello"], ["chat", "m"]):
-        result = runner.invoke(app, [*arguments, "--adapter", "notes"])
+        result = runner.invoke(app, [*arguments, "--adapter", str(tmp_path)])
         assert result.exit_code == 1 and "enough" in result.stderr, result.stderr
-    assert asked == [Path("notes")] * 2
+    assert asked == [tmp_path] * 2
 
 
 @pytest.mark.parametrize("command", [["generate", "m", "Hello"], ["chat", "m"], ["serve", "m"], ["bench", "m"]])

@@ -63,7 +63,12 @@ TOLD = {
     "generate smollm2 hi --state no-file": "1 lmstate: no-file: no such file",
     "generate smollm2 -f no-file": "1 lmstate: no-file: no such file",
     "generate smollm2 hi --raw --system x": "2 Usage:",
+    "generate smollm2 hi --adapter no-folder": "2 Usage:",
+    "serve smollm2 --api-key-file no-file": "2 Usage:",
+    "perplexity smollm2 README.md --window 512 --ctx-size 256": "2 Usage:",
     "finetune smollm2 README.md -o out --epochs 0": "2 Usage:",
+    "finetune smollm2 README.md -o out --full --dora": "2 Usage:",
+    "finetune smollm2 README.md -o out --eval-every 2": "2 Usage:",
 }
 
 

@@ -16,7 +16,9 @@ CONTENT = b"GGUF" + b"\1" * 5000
 
 
 def alias(content=CONTENT, member="pkg/model.gguf"):
-    return hub.Alias("a test", "some-package", "1.0", member, hashlib.sha256(CONTENT).hexdigest(), len(content))
+    return hub.Alias(
+        "a test", "some-package", "1.0", member, hashlib.sha256(CONTENT).hexdigest(), len(content), "who/what"
+    )
 
 
 @pytest.fixture
@@ -256,6 +258,28 @@ def test_another_commit_than_the_one_that_was_asked_for_is_refused(monkeypatch, 
     with pytest.raises(FileNotFoundError, match="no revision 'other'"):
         hub.resolve("who/what@other")
     assert hub.commit_of(tmp_path) is None
+
+
+def test_the_weights_of_a_name_are_named_as_other_programs_find_them(monkeypatch, tmp_path, cache):
+    hub_of(monkeypatch, tmp_path, {FIRST: [FIRST]})
+    path = hub.resolve(f"who/what@{FIRST}")
+    path.mkdir(parents=True)
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(tmp_path)
+    told = {
+        "tiny": ("who/what", None),
+        "who/what": ("who/what", None),
+        "who/what@v1": ("who/what", "v1"),
+        "who/what:Q4_K_M": ("who/what", None),
+        "who/what/m.gguf": ("who/what", None),
+        str(path): ("who/what", FIRST),
+        "here": (str(folder), None),
+        "./here/../here": (str(folder), None),
+        "": ("", None),
+        "neither": ("neither", None),
+    }
+    assert {name: hub.weights_of(name) for name in told} == told
 
 
 FILES = ["README.md", "a-Q4_K_M.gguf", "a-Q4_K_S.gguf", "mmproj-a-F16.gguf", "F16/a-F16-00002-of-00002.gguf"]

@@ -189,6 +189,13 @@ def test_the_network_is_not_served_without_a_key() -> None:
         Settings("m", host=host).check()
 
 
+@pytest.mark.parametrize("host", ["http://a.example", "a.example/", "a.example:80", "*.", "a.*", ""])
+def test_what_is_no_host_of_pictures_is_refused_since_it_would_never_match(host: str) -> None:
+    with pytest.raises(ValueError, match="not a host"):
+        Settings("m", picture_hosts=(host,)).check()
+    Settings("m", picture_hosts=("*", "a.example", "*.a.example", "localhost", "10.0.0.1", "::1", "fe80::1")).check()
+
+
 @pytest.mark.parametrize("origin", ["localhost:3000", "http://localhost:3000/", "https://a.example/page", "a.example"])
 def test_what_is_no_origin_is_refused_since_it_would_never_match(origin: str) -> None:
     with pytest.raises(ValueError, match="not the origin"):

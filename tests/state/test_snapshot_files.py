@@ -31,7 +31,7 @@ def test_saved_equals_restored(case: str, tmp_path: Path) -> None:
     snapshot.save(path)
     loaded = lmstate.Snapshot.load(path)
     assert (loaded.tokens, loaded.length, loaded.nbytes) == (snapshot.tokens, 37, snapshot.nbytes)
-    assert loaded.fingerprint == snapshot.fingerprint
+    assert (loaded.fingerprint, loaded.model) == (snapshot.fingerprint, snapshot.model)
     torch.testing.assert_close(loaded.logits, snapshot.logits, atol=0, rtol=0)
     other = Mirror(mirror.model, rows=2, rewind=0)
     other.extend([[4, 5], [6]])
@@ -39,6 +39,22 @@ def test_saved_equals_restored(case: str, tmp_path: Path) -> None:
     other.check()
     close(mirror.model([[], []], other.state)[1], mirror.expected(mirror.rows[0])[-1])
     assert os.listdir(tmp_path) == ["row.lmstate"], "no temporary file is left"
+
+
+@pytest.mark.parametrize(("given", "kept"), [("smollm2", "smollm2"), ("who/what", "who/what"), ("", "")])
+def test_a_snapshot_names_its_model_and_not_where_that_lies(
+    given: str, kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "my-model").mkdir()
+    model = ours("llama")
+    for name, told in ((given, kept), (str(folder), "my-model")):
+        monkeypatch.setattr(model, "name", name)
+        state = model.new_state()
+        model([[1, 2, 3]], state)
+        state.snapshot().save(tmp_path / "row")
+        store = lmstate.SnapshotFolder(tmp_path / "store")
+        store.save("row", state.snapshot())
+        assert lmstate.Snapshot.load(tmp_path / "row").model == store.load("row").model == told
 
 
 def test_another_model_is_refused_with_what_differs() -> None:

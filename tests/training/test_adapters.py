@@ -53,6 +53,8 @@ def adapted(
             moved = 0.2 * torch.randn(tensor.shape, generator=generator)
             tensor.copy_(moved if tensor.ndim == 2 else tensor * (1 + moved))
     model.save_pretrained(out)
+    written = json.loads((out / "adapter_config.json").read_text())
+    assert (written["base_model_name_or_path"], written["revision"]) == (str(Path(folder).absolute()), None)
     return model
 
 

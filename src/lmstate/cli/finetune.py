@@ -83,6 +83,10 @@ def finetune(
     options.refuse_unknown(model, threads)
     if steps is None and not 0 < epochs < math.inf:
         raise typer.BadParameter(f"--epochs {epochs:g} was asked for; give a number above 0, or --steps")
+    if full and (targets != "all-linear" or rslora or dora):
+        raise typer.BadParameter("--targets, --rslora and --dora are of an adapter; they do not go with --full")
+    if evaluate_every and not evaluate:
+        raise typer.BadParameter("--eval-every needs documents to evaluate on; give --eval-split too")
     import torch
 
     import lmstate

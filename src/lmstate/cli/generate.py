@@ -167,7 +167,9 @@ def generate(
         "grammar": options.text_or_file(grammar),
     }
     with options.usage():
-        _ = SamplingParams(**limits).constraint  # before a model is loaded for nothing
+        params = SamplingParams(**limits)  # before a model is loaded for nothing
+        params.check_together()
+        _ = params.constraint
     sampling = options.SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     kv = options.kv_storage(kv_bits)
     pictures = [picture_file(path) for path in image or ()]

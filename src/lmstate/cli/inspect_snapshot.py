@@ -12,6 +12,7 @@ def snapshot_rows(snapshot: Snapshot) -> list[tuple[str, str]]:
     """Names and values: what it holds, and the model that it is of, word by word of its fingerprint."""
     words = (word.partition("=") for word in snapshot.fingerprint.split())
     return [
+        ("model", snapshot.model or "unknown"),
         ("tokens", f"{snapshot.length:,} ({snapshot.length - snapshot.cached} to recompute)"),
         ("last logits", "unknown" if snapshot.logits is None else "held"),
         ("bytes", size(snapshot.nbytes)),

@@ -71,7 +71,10 @@ Activations = Annotated[
     typer.Option("--activations", help="Bits of the activations that int4 and int8 weights multiply on the CPU."),
 ]
 Adapter = Annotated[
-    Path | None, typer.Option("--adapter", metavar="FOLDER", help="A LoRA adapter to run beside the weights.")
+    Path | None,
+    typer.Option(
+        "--adapter", metavar="FOLDER", exists=True, file_okay=False, help="A LoRA adapter to run beside the weights."
+    ),
 ]
 ContextSize = Annotated[
     int | None,

@@ -39,6 +39,8 @@ def perplexity(
       lmstate perplexity smollm2 book.txt --weights int4 --window 512
     """
     options.refuse_unknown(model, threads)
+    if window is not None and ctx_size is not None and window > ctx_size:
+        raise typer.BadParameter(f"--window {window} is more than --ctx-size {ctx_size}")
     text = as_text(file.read_text(encoding="utf-8", errors="surrogateescape"), str(file))
     from lmstate.generation.perplexity import score_text
 

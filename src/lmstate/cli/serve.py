@@ -109,7 +109,10 @@ def serve(
         list[str] | None, typer.Option("--alias", metavar="NAME", help="Another name to ask by; `*` for any.")
     ] = None,
     api_key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", metavar="FILE", help="Keys, one a line (or LMSTATE_API_KEY).")
+        Path | None,
+        typer.Option(
+            "--api-key-file", metavar="FILE", exists=True, dir_okay=False, help="Keys, one a line (or LMSTATE_API_KEY)."
+        ),
     ] = None,
     shared: Annotated[
         bool,

@@ -119,15 +119,19 @@ class SamplingParams(Sampler):
             return of_format(self.response_format)
         return Constraint.of_grammar(self.grammar, "grammar") if isinstance(self.grammar, str) else None
 
+    def check_together(self) -> None:
+        """Raise ValueError for what does not fit together, whatever the model."""
+        if self.min_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_tokens is {self.min_tokens}, more than max_new_tokens, which is {self.max_new_tokens}"
+            )
+
     def check(self, model: DescribedModel) -> None:
         """Raise ValueError for what does not fit together or does not fit the model.
 
         Raises UnsupportedError for a limit on the thinking of a model whose chat template has no thinking section.
         """
-        if self.min_tokens > self.max_new_tokens:
-            raise ValueError(
-                f"min_tokens is {self.min_tokens}, more than max_new_tokens, which is {self.max_new_tokens}"
-            )
+        self.check_together()
         vocab = model.config.vocab_size
         for token, _ in self.biases:
             check_token(token, "logit_bias", vocab)

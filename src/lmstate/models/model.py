@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lmstate.checkpoints.hub import served_name
 from lmstate.errors import StateError, UnsupportedError
 from lmstate.generation import generate, stream
 from lmstate.generation.conversation import chat
@@ -267,6 +268,7 @@ class Model:
             layout,
             vocab_size=self.config.vocab_size,
             fingerprint=lambda: self.fingerprint,
+            model_name=served_name(self.name) if self.name else "",
             user=weakref.ref(self),
             encode=None if self.encoder is None else lambda source: self.network.encoded(source),
             frequency_key=lambda length: self.network.frequency_key(length),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
 KEY_VARIABLE = "LMSTATE_API_KEY"
+HOST = re.compile(r"(\*\.)?[\w-]+(\.[\w-]+)*|[0-9a-fA-F.]*:[0-9a-fA-F.:]*")  # a name, or an address
 LATEST = ":latest"  # a tag that Ollama's clients put after a name without one
 
 
@@ -46,13 +48,19 @@ class Settings:
     folder_lasts: bool = True  # False: it is removed when the server ends
 
     def check(self, allow_anonymous: bool = False) -> None:
-        """Refuse to serve the network without a key, and origins that no page has. Raises `ValueError`."""
+        """Refuse to serve the network without a key, and origins and hosts that do not exist. Raises `ValueError`."""
         for origin in self.cors_origins:
             scheme, _, host = origin.partition("://")
             if origin not in ("*", "null") and (not scheme or not host or "/" in host):
                 raise ValueError(
                     f"{origin!r} is not the origin of a page and would never match; "
                     "give its scheme, host and port alone: http://localhost:3000"
+                )
+        for host in self.picture_hosts:
+            if host != "*" and not HOST.fullmatch(host):
+                raise ValueError(
+                    f"{host!r} is not a host of pictures and would never match; "
+                    "give its name alone: example.com, or *.example.com"
                 )
         if not self.api_keys and not allow_anonymous and not self.on_loopback:
             raise ValueError(

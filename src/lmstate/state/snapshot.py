@@ -35,7 +35,8 @@ class Snapshot:
     `cached` of the `length` tokens are in `layers`; the rest (after a rewind that went far back, say) is recomputed by
     the first call after a restore. `frequency_key` tells which frequencies rotated the keys, see `State`. `logits`
     (float32 `[V]`) are those after the last token, None if they are not known. `fingerprint` names the model: words of
-    the form name=value, of its config and of a sample of its weights. `notes` is text of the application that made it.
+    the form name=value, of its config and of a sample of its weights; `model` is its name for people, which nothing
+    checks. `notes` is text of the application that made it.
     `source`: the ids that the row is conditioned on, of a model with an encoder; their keys and values are in `layers`.
     `media` are the row's pictures, in order, with those that were placed and not read yet.
     """
@@ -47,6 +48,7 @@ class Snapshot:
     layers: tuple[Mapping[str, Tensor], ...]
     fingerprint: str
     notes: str = ""
+    model: str = ""
     source: tuple[int, ...] | None = None
     media: Spans = ()
 
@@ -68,9 +70,9 @@ class Snapshot:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to one safetensors file, whole or not at all. Raises `OSError` where the file cannot be written.
 
-        Layout: metadata `format`, `version`, `fingerprint`, `cached`, `frequency_key`, `layers`, `notes`, `checksums`;
-        tensors `tokens` int64 `[length]`, `logits` float32 `[V]` if known, `source` int64 if there is one, and
-        `layers.{index}.{name}` for the content of each layer. With pictures also metadata `media` and tensors
+        Layout: metadata `format`, `version`, `fingerprint`, `cached`, `frequency_key`, `layers`, `notes`, `model`,
+        `checksums`; tensors `tokens` int64 `[length]`, `logits` float32 `[V]` if known, `source` int64 if there is one,
+        and `layers.{index}.{name}` for the content of each layer. With pictures also metadata `media` and tensors
         `media.{index}.embeddings` and `media.{index}.positions`.
         """
         tensors = {"tokens": torch.tensor(self.tokens, dtype=torch.int64)}
@@ -88,6 +90,7 @@ class Snapshot:
             "frequency_key": str(self.frequency_key),
             "layers": str(len(self.layers)),
             "notes": self.notes,
+            "model": self.model,
         }
         if self.media:
             metadata["media"] = json.dumps(span_record(self.media))
@@ -112,8 +115,8 @@ class Snapshot:
         frequency_key = metadata_number(path, metadata, "frequency_key", MOST_TOKENS)
         media = read_spans(path, metadata.get("media", "[]"), tensors)
         layers = by_layer(path, tensors, metadata_number(path, metadata, "layers", 100_000))
-        fingerprint, notes = metadata.get("fingerprint", ""), metadata.get("notes", "")
-        return Snapshot(tokens, cached, frequency_key, logits, layers, fingerprint, notes, source, media)
+        named = (metadata.get(name, "") for name in ("fingerprint", "notes", "model"))
+        return Snapshot(tokens, cached, frequency_key, logits, layers, *named, source, media)
 
     def without_embeddings(self) -> Snapshot:
         """The same without the embeddings of pictures that were read, which only recomputation needs."""

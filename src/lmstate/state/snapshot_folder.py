@@ -44,6 +44,7 @@ class Manifest(TypedDict):
 
     version: int
     fingerprint: str
+    model: str
     notes: str
     tokens: list[int]
     cached: int
@@ -94,7 +95,7 @@ class SnapshotFolder:
                 stop = min(start + PART_TOKENS, snapshot.cached)
                 parts.append(self._write(_run(snapshot, spans, start, stop)))
             manifest = Manifest(
-                version=SNAPSHOT_VERSION, fingerprint=snapshot.fingerprint, notes=snapshot.notes,
+                version=SNAPSHOT_VERSION, fingerprint=snapshot.fingerprint, notes=snapshot.notes, model=snapshot.model,
                 tokens=list(snapshot.tokens), cached=snapshot.cached, frequency_key=snapshot.frequency_key,
                 layers=len(snapshot.layers), parts=parts, rest=self._write(rest), media=span_record(snapshot.media),
             )  # fmt: skip
@@ -161,11 +162,13 @@ class SnapshotFolder:
             kinds = {
                 "fingerprint": str,
                 "notes": str,
+                "model": str,
                 "tokens": list,
                 "cached": int,
                 "frequency_key": int,
                 "layers": int,
             }
+            told = {"model": "", **told}
             sound = all(type(told[key]) is kind for key, kind in kinds.items()) and 0 <= told["layers"] <= 100_000
             sound = sound and all(type(token) is int for token in told["tokens"])
             sound = sound and all(DIGEST.fullmatch(digest) for digest in [*told["parts"], told["rest"]])
@@ -198,8 +201,8 @@ class SnapshotFolder:
         media = read_spans(self.path, told.get("media", []), rest)
         layers = by_layer(self.path, {**joined, **rest}, told["layers"])
         tokens, frequency_key = tuple(told["tokens"]), told["frequency_key"]
-        notes = told["notes"]
-        return Snapshot(tokens, told["cached"], frequency_key, logits, layers, told["fingerprint"], notes, media=media)
+        named = told["fingerprint"], told["notes"], told["model"]
+        return Snapshot(tokens, told["cached"], frequency_key, logits, layers, *named, media=media)
 
     def _files(self) -> Iterator[tuple[Path, int]]:
         """The parts that lie in this folder, with their bytes. A link may lead to what is another folder's."""

@@ -47,6 +47,7 @@ class State:
         *,
         vocab_size: int,
         fingerprint: Callable[[], str],
+        model_name: str = "",
         user: Callable[[], object],
         encode: Callable[[Sequence[int]], Sequence[Mapping[str, Tensor]]] | None = None,
         frequency_key: Callable[[int], int],
@@ -54,6 +55,7 @@ class State:
         axes: bool = False,
     ):
         """`fingerprint()` names the model; it is asked for only by snapshots, and for a model that is not `user()`.
+        `model_name` is the name of the model for people.
 
         `encode(ids)` gives each layer the keys and values of a source; None for a model without an encoder.
 
@@ -68,6 +70,7 @@ class State:
         self._encode = encode
         self._vocab_size = vocab_size
         self._fingerprint = fingerprint
+        self._model_name = model_name
         self.user = user  # the model that has the state now, a weak reference: a copy of the state copies no model
         self._frequency_key = frequency_key
         self._axes = axes
@@ -585,7 +588,7 @@ class State:
         logits = self._logits_of_its_length(own)
         logits = None if logits is None else logits.clone()
         return Snapshot(
-            tuple(own.tokens), own.cached, own.frequency_key, logits, layers, self.fingerprint,
+            tuple(own.tokens), own.cached, own.frequency_key, logits, layers, self.fingerprint, model=self._model_name,
             source=own.source, media=own.media,
         )  # fmt: skip
 

@@ -8,12 +8,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lmstate.checkpoints.hub import weights_of
 from lmstate.checkpoints.loader import Make, Numbers, StackedMatrix, WeightLoader, transpose
 from lmstate.checkpoints.source import floats
 from lmstate.errors import ModelError, StateError
@@ -291,9 +291,7 @@ class LoraModel(ParameterModel):
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the adapter for PEFT, `lmstate.load(..., adapter=folder)` and `lmstate generate --adapter`."""
-        own = Path(self.name).expanduser()
-        base = str(own.resolve()) if own.exists() else self.name  # which programs in other folders find too
-        self.adapter.save(folder, base, {*self.modules, *self._experts})
+        self.adapter.save(folder, weights_of(self.name), {*self.modules, *self._experts})
 
 
 def adapted_model(weights: WeightLoader, adapter: object, merge: bool) -> Model:

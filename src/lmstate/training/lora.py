@@ -208,8 +208,9 @@ class Adapter:
             raise ModelError(f"{path / TENSORS} holds no updates")
         return cls(config, pairs, magnitudes, model_type)
 
-    def save(self, folder: str | os.PathLike[str], base: str, modules: Iterable[str]) -> None:
-        """Write it for PEFT. `base`: the name of the model; `modules`: all that the model has, its experts too."""
+    def save(self, folder: str | os.PathLike[str], base: tuple[str, str | None], modules: Iterable[str]) -> None:
+        """Write it for PEFT. `base`: the repository or the path of the model, and its revision; `modules`: all that the
+        model has, its experts too."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         save_tensors(path / TENSORS, dict(self.named_tensors()))
@@ -224,7 +225,8 @@ class Adapter:
         if not wrapped and not ends & others:  # beside a text model, others have modules of the same names
             targets = [module if last_word(module).isdecimal() else last_word(module) for module in targets]
         config = {
-            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base[0], "revision": base[1],
+            "inference_mode": True,
             "r": self.config.rank, "lora_alpha": self.config.alpha, "lora_dropout": 0.0, "bias": "none",
             "target_modules": sorted(set(targets)), "target_parameters": sorted(parameters),
             "use_rslora": self.config.rslora,
