@@ -15,8 +15,8 @@ NEW = 0.3  # weight of the newest measurement of a decode step
 FRESH = 8  # steps with chunks in which others rows are learned, and in which what is known of rows still holds
 NOISE, DRIFT = 0.05, 0.02  # of a chunk's seconds, and of the costs between two chunks: parts of them
 FAR = 1000  # positions after which, as far as nothing is measured, what came before may cost as much as the token
-LATE, SURE = 0.4, 0.2  # part of its time that a gap may take longer than planned: at first and at most, at least
-FORGET = 0.9995  # what is left of it after a gap that did not: a bound is for the one in a thousand
+LATE = 0.3, 0.1, 0.4  # part of its time that a gap may take longer than planned: at first, at least, at most
+BEYOND, LEARN = 0.01, 0.1  # part of the gaps that may take longer still; how much one of those moves it
 ABRUPT = 0.5  # part of its seconds that one chunk may move the costs by: a hiccup of the machine tells nothing
 
 
@@ -41,7 +41,7 @@ class Pace:
         self._costs = [0.0] * len(ChunkParts._fields)
         self._prior: list[float] = []  # variances of the costs while nothing is known; empty: nothing was measured
         self._covariance: list[list[float]] = []
-        self._late = LATE
+        self.late = LATE[0]
         self._largest = LEAST
 
     @staticmethod
@@ -87,7 +87,8 @@ class Pace:
         wrong = seconds - usual - expected
         if decoding:
             planned = max(usual, self._last) + expected
-            self._late = max(min(seconds / planned - 1, LATE), FORGET * self._late)
+            beyond = seconds > planned * (1 + self.late)
+            self.late = min(max(self.late + LEARN * (beyond - BEYOND), LATE[1]), LATE[2])
             if rows != self._rows:
                 self._rows, self._since, self._last = rows, -FRESH, 0.0
             self._since += 1
@@ -155,7 +156,7 @@ class Pace:
         bound = max(self.max_itl or 0.0, (self.stall or 0.0) * usual[0])
         gap = min(bound if itl is None else itl for itl in itls)
         # The whole gap may turn out longer, also the part of the rows that decode beside the chunks.
-        return gap / (1 + max(self._late, SURE)) - usual[1]
+        return gap / (1 + self.late) - usual[1]
 
     def _fitting(self, time: float, at: int) -> int:
         """The largest chunk that takes no longer, or the least one. Never far beyond what was measured."""

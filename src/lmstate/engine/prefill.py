@@ -12,7 +12,7 @@ from lmstate.engine.pace import Pace
 from lmstate.engine.workload import Workload
 from lmstate.generation.logprobs import logprob
 
-TOGETHER = 0.5  # seconds that an answer may wait for the prompts of others, so that they begin together
+TOGETHER = 0.1  # seconds that an answer may wait for the prompts of others, so that they begin together
 YIELD = 1e-4  # seconds without the GIL, so that readers can take their token
 ECHO_CHUNK = 64  # tokens of a prompt read at once where the logits of all of them are wanted
 
