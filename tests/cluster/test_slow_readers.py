@@ -29,18 +29,18 @@ def rested(*engines: Engine) -> int:
 def test_answers_rest_at_their_replica_while_nobody_reads_them(case: str, wire: bool) -> None:
     model = ours(case)
     engines = [Engine(model, rows=2) for _ in range(2)]
-    with Engine(model) as alone, fleet(*engines) as (cluster, _):
-        with Front([LocalReplica(engine, rank) for rank, engine in enumerate(engines)], model) as local:
-            front = cluster.front if wire else local
-            slow = [begun(front, seed, n=2) for seed in range(4)]
-            wait_until(lambda: rested(*engines) == 8)
-            quick = front.submit(prompt(20, 9), max_new_tokens=COUNT, ignore_eos=True)
-            check(quick, alone.submit(prompt(20, 9), max_new_tokens=COUNT, ignore_eos=True))
-            for seed, (request, pieces, read) in enumerate(slow):
-                assert not request.done
-                read += pieces
-                check(request, alone.submit(prompt(20, seed), max_new_tokens=COUNT, ignore_eos=True, n=2))
-                assert read == list(request)
+    replicas = [LocalReplica(engine, rank) for rank, engine in enumerate(engines)]
+    with Engine(model) as alone, fleet(*engines) as (cluster, _), Front(replicas, model) as local:
+        front = cluster.front if wire else local
+        slow = [begun(front, seed, n=2) for seed in range(4)]
+        wait_until(lambda: rested(*engines) == 8)
+        quick = front.submit(prompt(20, 9), max_new_tokens=COUNT, ignore_eos=True)
+        check(quick, alone.submit(prompt(20, 9), max_new_tokens=COUNT, ignore_eos=True))
+        for seed, (request, pieces, read) in enumerate(slow):
+            assert not request.done
+            read += pieces
+            check(request, alone.submit(prompt(20, seed), max_new_tokens=COUNT, ignore_eos=True, n=2))
+            assert read == list(request)
 
 
 def test_an_answer_that_rests_moves_when_its_replica_dies_and_rests_there() -> None:
