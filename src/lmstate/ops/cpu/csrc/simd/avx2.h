@@ -104,6 +104,10 @@ typedef struct { __m256 lo, hi; } f16x;
 typedef struct { __m256i w[GROUP / 4][2][2]; } group;
 
 INLINE f16x f16x_zero(void) { f16x r = {_mm256_setzero_ps(), _mm256_setzero_ps()}; return r; }
+INLINE f16x f16x_load(const float *p) {
+  f16x r = {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)};
+  return r;
+}
 INLINE f16x f16x_load_f16(const uint8_t *p) {
   f16x r = {vf_load_f16((const uint16_t *)p), vf_load_f16((const uint16_t *)p + 8)};
   return r;

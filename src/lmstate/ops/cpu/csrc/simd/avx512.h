@@ -98,6 +98,7 @@ typedef __m512 f16x;
 typedef struct { __m512i w[8]; } group; /* 8 x 4 inputs of 16 outputs, unsigned bytes */
 
 INLINE f16x f16x_zero(void) { return _mm512_setzero_ps(); }
+INLINE f16x f16x_load(const float *p) { return _mm512_loadu_ps(p); }
 INLINE f16x f16x_load_f16(const uint8_t *p) { return vf_load_f16((const uint16_t *)p); }
 INLINE f16x f16x_fma1(f16x a, float b, f16x c) { return _mm512_fmadd_ps(a, _mm512_set1_ps(b), c); }
 INLINE f16x f16x_fma(f16x a, f16x b, f16x c) { return _mm512_fmadd_ps(a, b, c); }

@@ -73,6 +73,11 @@ typedef struct { float v[16]; } f16x;
 typedef struct { uint8_t w[512]; } group; /* 8 x 4 inputs of 16 outputs */
 
 INLINE f16x f16x_zero(void) { f16x r = {{0}}; return r; }
+INLINE f16x f16x_load(const float *p) {
+  f16x r;
+  memcpy(r.v, p, 64);
+  return r;
+}
 INLINE f16x f16x_load_f16(const uint8_t *p) {
   uint16_t h[16];
   memcpy(h, p, 32);
