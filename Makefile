@@ -90,9 +90,18 @@ PYTEST = $(abspath $(BIN))/python -m pytest -q -x -s -p no:cacheprovider
 apart = rm -rf $(1) && mkdir -p $(1) && cp -r src tests docs examples bench setup.py pyproject.toml README.md LICENSE $(1) \
   && rm -f $(1)/$(NATIVE)
 
-# A wheel with the libraries of all variants, which installs without a compiler.
+# A wheel with the libraries of all variants, which installs without a compiler, and the source archive. On Linux
+# auditwheel names the oldest glibc that the wheel runs with. OpenMP stays out: torch brings its own, and two would compete.
 wheel: $(READY)
-	LMSTATE_VARIANTS=all $(BIN)/python -m build
+	rm -rf build/wheel
+	LMSTATE_VARIANTS=all $(BIN)/python -m build --outdir build/wheel
+	mkdir -p dist
+ifeq ($(shell uname),Linux)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude libgomp.so.1 --wheel-dir dist build/wheel/*.whl
+	mv build/wheel/*.tar.gz dist
+else
+	mv build/wheel/* dist
+endif
 
 sdist: $(READY)
 	$(BIN)/python -m build --sdist
