@@ -1,22 +1,34 @@
-"""Compile every kernel for NVIDIA's architectures, without a GPU: `python -m tests.interpreted.compile_kernels ARCH`.
+"""Compile every kernel for NVIDIA's architectures, without a GPU.
 
-Prints a line of JSON per kernel: its name, the instructions of the matrix unit that it uses, and contracted additions.
+`python -m tests.interpreted.compile_kernels ARCH` prints JSON: of each kernel its registers, the bytes of its stack and
+of its shared memory, the instructions of the matrix unit that it uses, and whether additions are contracted.
+`... write` puts that of all architectures in `resources.json`.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
-from typing import Any
+import tempfile
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from lmstate.ops.cuda import configs
 from lmstate.ops.cuda.device import OPTIONS
 from lmstate.ops.cuda.kernels import attention, dense, recurrent
 
+ARCHITECTURES = (80, 90, 100, 120)
+RESOURCES = Path(__file__).with_name("resources.json")
+USUAL = configs.Config(0, 4)
+"""What `device.launch` takes where nothing else is said."""
 F, B, I64 = "*fp32", "*u8", "*i64"
 ATTEND: dict[str, Any] = {
     "HAS_SOFTCAP": False, "HAS_SINKS": False, "HAS_SLOPES": False, "LATENT": False, "SPLIT": 512, "HEADS": 32,
@@ -38,32 +50,57 @@ TYPES = {
     "gated_delta_rule": [F, F, F, F, F, F, I64, F, F, "i32", "fp32"],
     "ssd": [F, F, F, F, F, F, F, F, I64, F, F, "i32", "fp32", "fp32"],
     "causal_conv": [F, F, F, F, I64, F, F, "i32", "i32"],
+    "selective_scan": [*[F] * 8, I64, F, F, "i32", "i32"],
+    "rg_lru": [*[F] * 6, I64, F, F, F, "i32", "i32"],
+    "wkv": [*[F] * 7, I64, *[F] * 4, "i32", "i32", "fp32"],
+    "running_peaks": ["*fp64", "*fp64", F, "*fp64", "i32", "i32"],
+    "gated_norm": [F, F, F, F, "i32", "i32", "i32", "fp32"],
 }
 MERGE = {name: ATTEND[name] for name in ("HAS_SINKS", "SPLIT", "HEADS", "GROUP", "ROWS", "DV", "DVP")}
 DELTA = {
-    "KEY_HEADS": 16, "HEADS": 32, "DK": 128, "DKP": 128, "DV": 128, "SLICE": 32, "BY_CHANNEL": False, "NORMALIZE": True,
-    "CORRECTS": True,
+    "KEY_HEADS": 16, "HEADS": 32, "DK": 128, "DKP": 128, "DV": 128, "SLICE": configs.GATED_DELTA.rows,
+    "BY_CHANNEL": False, "NORMALIZE": True, "CORRECTS": True,
 }  # fmt: skip
 SSD = {"GROUPS": 1, "HEADS": 24, "P": 64, "SLICE": 32, "N": 128, "NP": 128, "HAS_D": True, "HAS_BIAS": True}
-CASES: list[tuple[Any, dict[str, Any]]] = [
-    (attention.attend, ATTEND | {"WHOLE": False}),
-    (attention.attend, ATTEND | {"WHOLE": True, "ROWS": 64, "HAS_SLOPES": True}),
-    (attention.merge, MERGE),
-    (attention.append, {"K": 8, "D": 128, "DP": 1024, "ELEMENT": tl.bfloat16}),
-    (attention.rope, {"D": 128, "DP": 128, "HALF": 64, "INTERLEAVED": False}),
-    (dense.product, PRODUCT | {"KIND": "float"}),
-    (dense.product, PRODUCT | {"KIND": "float", "ROWS": 64}),
-    (dense.product, PRODUCT | {"KIND": "int4"}),
-    (dense.product, PRODUCT | {"KIND": "int8"}),
-    (dense.rms_norm, {"WIDTH": 4096}),
-    (dense.glu, {"ACT": "silu", "WIDTH": 1024}),
-    (recurrent.gated_delta_rule, DELTA),
-    (recurrent.ssd, SSD),
-    (recurrent.causal_conv, {"TAPS": 4, "SLICE": 128, "HAS_BIAS": True, "SILU": True}),
-]
+SCAN = {"N": 16, "NP": 16, "SLICE": 64, "HAS_D": True, "HAS_GATE": True, "SOFTPLUS": True}
+FEW, MANY = configs.attention(4, 128), configs.attention(4096, 128)
+WIDE = configs.attention(4096, 256)
+ONE, ROWS = configs.product(1), configs.product(4096)
+LATENTS = {
+    "LATENT": True, "HEADS": 16, "GROUP": 16, "D": 512, "DP": 512, "DV": 512, "DVP": 512, "DR": 64, "DRP": 64,
+}  # fmt: skip
+Case: TypeAlias = tuple[Any, dict[str, Any]] | tuple[Any, dict[str, Any], configs.Config]
+CASES: dict[str, Case] = {
+    "attend": (attention.attend, ATTEND | {"WHOLE": False, "ROWS": FEW.rows}, FEW),
+    "attend, prompt": (attention.attend, ATTEND | {"WHOLE": True, "ROWS": MANY.rows, "HAS_SLOPES": True}, MANY),
+    "attend, prompt of 256": (
+        attention.attend,
+        ATTEND | {"WHOLE": True, "ROWS": WIDE.rows, "D": 256, "DP": 256, "DV": 256, "DVP": 256},
+        WIDE,
+    ),
+    "attend, latents": (attention.attend, ATTEND | LATENTS | {"WHOLE": True, "ROWS": WIDE.rows}, WIDE),
+    "merge": (attention.merge, MERGE),
+    "append": (attention.append, {"K": 8, "D": 128, "DP": 1024, "ELEMENT": tl.bfloat16}),
+    "rope": (attention.rope, {"D": 128, "DP": 128, "HALF": 64, "INTERLEAVED": False}),
+    "product": (dense.product, PRODUCT | {"KIND": "float"}, ONE),
+    "product, 64 rows": (dense.product, PRODUCT | {"KIND": "float", "ROWS": ROWS.rows}, ROWS),
+    "product, int4": (dense.product, PRODUCT | {"KIND": "int4"}, ONE),
+    "product, int8": (dense.product, PRODUCT | {"KIND": "int8"}, ONE),
+    "product, int4, 64 rows": (dense.product, PRODUCT | {"KIND": "int4", "ROWS": ROWS.rows}, ROWS),
+    "rms_norm": (dense.rms_norm, {"WIDTH": 4096}),
+    "glu": (dense.glu, {"ACT": "silu", "WIDTH": 1024}),
+    "gated_delta_rule": (recurrent.gated_delta_rule, DELTA, configs.GATED_DELTA),
+    "ssd": (recurrent.ssd, SSD),
+    "causal_conv": (recurrent.causal_conv, {"TAPS": 4, "SLICE": 128, "HAS_BIAS": True, "SILU": True}),
+    "selective_scan": (recurrent.selective_scan, SCAN),
+    "rg_lru": (recurrent.rg_lru, {"SLICE": 128}),
+    "wkv": (recurrent.wkv, {"SLICE": 128}),
+    "running_peaks": (recurrent.running_peaks, {"SLICE": 128}),
+    "gated_norm": (recurrent.gated_norm, {"ACT": "silu", "NORMS": True, "GATE_LAST": True, "WIDTH": 4096}),
+}
 
 
-def compile_kernel(kernel: Any, constants: dict[str, Any], arch: int) -> dict[str, Any]:
+def compile_kernel(arch: int, kernel: Any, constants: dict[str, Any], config: configs.Config = USUAL) -> dict[str, Any]:
     types = list(TYPES[kernel.fn.__name__])
     if constants.get("KIND", "float") != "float":
         types[1] = B
@@ -71,12 +108,44 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], arch: int) -> dict[st
     assert len(names) == len(types), (kernel.fn.__name__, names)
     signature = {**dict(zip(names, types)), **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(kernel, {name: signature[name] for name in kernel.arg_names}, constants)
-    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=OPTIONS)
+    options = OPTIONS | {"num_warps": config.warps, "num_stages": config.stages}
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     ptx = made.asm["ptx"]
     units = [unit for unit in ("mma.sync", "wgmma", "tcgen05.mma") if unit in ptx]
-    return {"kernel": kernel.fn.__name__, "bytes": len(made.asm["cubin"]), "units": units, "fused": "fma.rn.f32" in ptx}
+    registers, stack = resources(made.asm["cubin"])
+    return {
+        "registers": registers, "stack": stack, "shared": made.metadata.shared, "units": units,
+        "contracted": "fma.rn.f32" in ptx,
+    }  # fmt: skip
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack, to which registers are spilled."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(knobs.nvidia.cuobjdump.path), "--dump-resource-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", told)
+    assert found is not None, told
+    return int(found[1]), int(found[2])
+
+
+def rows(value: Any) -> str:
+    """A version, or a table with a line for each kernel, as JSON."""
+    if isinstance(value, str):
+        return json.dumps(value)
+    return "{\n" + ",\n".join(f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items()) + "\n  }"
+
+
+def table(arch: int) -> dict[str, dict[str, Any]]:
+    return {label: compile_kernel(arch, *case) for label, case in CASES.items()}
 
 
 if __name__ == "__main__":
-    for kernel, constants in CASES:
-        print(json.dumps(compile_kernel(kernel, constants, int(sys.argv[1]))), flush=True)
+    if sys.argv[1] == "write":
+        told = {"triton": triton.__version__, **{str(arch): table(arch) for arch in ARCHITECTURES}}
+        lines = (f"  {json.dumps(name)}: {rows(value)}" for name, value in told.items())
+        RESOURCES.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    else:
+        print(json.dumps(table(int(sys.argv[1]))))

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmstate.ops.cuda.device import launch, on_gpu, padded
+from lmstate.ops.cuda import configs
+from lmstate.ops.cuda.device import launch, on_gpu, padded, shared_bytes
 from lmstate.ops.types.block_table import BLOCK_TOKENS, Stored
 from lmstate.ops.types.params import AttentionParams, CausalMask
 from lmstate.ops.types.slab_table import SlabTable
 
 SPLIT = 512
 """Positions of a part of the softmax; results depend on it, so it is the same everywhere."""
-ROWS_OF_PROMPTS = 64
+FEW_QUERIES = 64
+"""Queries of a kv head whose parts are programs of their own; of more, a program merges all parts of its queries."""
 WIDEST = 256
 WIDEST_LATENT = 512
 PARTS_AT_MOST = 64 << 20
@@ -40,6 +42,11 @@ def can_read(*stored: Stored) -> bool:
 
 
 def can_read_latents(*stored: Stored) -> bool:
+    """Whether all of them lie in blocks of slabs, as in `can_read`, on a GPU with enough shared memory."""
+    if any(x.width > WIDEST for x in stored if isinstance(x, SlabTable)):
+        index = stored[0].device.index or 0
+        if shared_bytes(index) < configs.LATENT_BYTES:
+            return False
     return all(
         isinstance(x, SlabTable) and x.dtype in elements() and x.width <= WIDEST_LATENT and not x.requires_grad
         for x in stored
@@ -71,15 +78,19 @@ def _attend(
     rows, width, heads, head_dim = q.shape
     group = heads // k.heads
     out = torch.zeros(rows, width, heads, v.width, dtype=torch.float32, device=q.device)
-    longest = int((starts + counts).max()) if rows else 0
-    if not out.numel() or not longest:
+    if not out.numel():
         return out
-    queries = int(counts.max()) * group
-    few = queries <= ROWS_OF_PROMPTS
-    lines = padded(queries) if few else ROWS_OF_PROMPTS
+    keys, values = k.addresses(), v.addresses()
+    if starts.is_cpu:
+        longest, queries = int((starts + counts).max()), int(counts.max()) * group
+    else:  # of a recorded step, which serves rows of any length that the tables hold
+        longest, queries = keys.shape[1] * BLOCK_TOKENS, width * group
+    if not longest:
+        return out
+    few = queries <= FEW_QUERIES
+    lines, warps, stages = configs.attention(queries, v.width)
     tiles, parts = -(-queries // lines), -(-longest // SPLIT)
     whole = not few or parts == 1 or rows * k.heads * tiles * parts * lines * v.width * 4 > PARTS_AT_MOST
-    keys, values = k.addresses(), v.addresses()
     turning = keys if rope_key is None else rope_key.addresses()
     start, count = on_gpu(starts, q), on_gpu(counts, q)
     shape = (1,) if whole else (rows * k.heads, tiles, parts, lines)
@@ -99,7 +110,7 @@ def _attend(
         mask.window or EVERYTHING, mask.chunk or EVERYTHING,
         HAS_SOFTCAP=params.softcap is not None, HAS_SLOPES=params.slopes is not None, LATENT=q_rope is not None,
         WHOLE=whole, D=head_dim, DP=padded(head_dim), DR=rope_width, DRP=padded(rope_width), ELEMENT=element,
-        PRECISION="ieee" if k.dtype == torch.float32 else "tf32", **common,
+        PRECISION="ieee" if k.dtype == torch.float32 else "tf32", warps=warps, stages=stages, **common,
     )  # fmt: skip
     if not whole:
         launch(
@@ -113,7 +124,7 @@ def append(new: Tensor, stored: SlabTable, starts: Tensor, counts: Tensor) -> No
     from lmstate.ops.cuda.kernels import attention as kernels
 
     rows, width, heads, size = new.shape
-    stored.prepare_write(starts.tolist(), counts.tolist())
+    stored.prepare_write(starts, counts)
     table = stored.addresses()
     if rows and width:
         launch(

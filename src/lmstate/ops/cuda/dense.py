@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lmstate.ops.cuda import configs
 from lmstate.ops.cuda.attention import elements
-from lmstate.ops.cuda.device import FEW_ROWS, launch, padded
+from lmstate.ops.cuda.device import launch, padded
 from lmstate.ops.types.params import Residual
 from lmstate.ops.types.weight import FLOAT_KINDS, Weight
 
@@ -37,7 +38,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, residual: Residual | 
         return out
     packed = weight.kind in PACKED
     dtype = torch.bfloat16 if packed else FLOAT_KINDS[weight.kind]
-    lines = min(padded(rows, FEW_ROWS), 64)
+    lines, warps, stages = configs.product(rows)
     launch(
         kernels.product, (-(-weight.out_features // OUTPUTS), -(-rows // lines)),
         x.contiguous(), weight.storage, out if bias is None else bias,
@@ -45,7 +46,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, residual: Residual | 
         weight.in_features // 32, 1.0 if residual is None else residual.scale,
         KIND=weight.kind if packed else "float", HAS_BIAS=bias is not None, HAS_STREAM=residual is not None,
         ELEMENT=elements()[dtype], ROWS=lines, OUTPUTS=OUTPUTS, STEP=STEP,
-        PRECISION="ieee" if dtype == torch.float32 else "tf32",
+        PRECISION="ieee" if dtype == torch.float32 else "tf32", warps=warps, stages=stages,
     )  # fmt: skip
     return out
 

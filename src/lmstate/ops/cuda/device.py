@@ -50,6 +50,19 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@lru_cache(maxsize=8)
+def shared_bytes(index: int) -> int:
+    """Shared memory that one program may have on the GPU of this index; where kernels are interpreted, any."""
+    if not on_real_gpu(torch.device("cuda", index)):
+        return 1 << 30
+    return int(torch.cuda.get_device_properties(index).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+def on_real_gpu(device: torch.device) -> bool:
+    """Whether a device is a GPU with streams and pinned memory: not the processor, nor one that tests pretend."""
+    return device.type == "cuda" and torch.cuda.is_available()
+
+
 def launch(kernel: Any, grid: Sequence[int], *args: Any, warps: int = 4, stages: int = 2, **constants: Any) -> None:
     """Run `kernel[grid]` on the current stream of the device of its tensors."""
     options = {} if is_interpreted() else OPTIONS

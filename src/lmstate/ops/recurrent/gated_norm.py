@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from lmstate.ops import dispatch
 from lmstate.ops.cpu.recurrent import all_float32
+from lmstate.ops.cuda import recurrent as cuda
 from lmstate.ops.types.params import Gate, Norm
 
 
@@ -22,6 +23,9 @@ def gated_norm(y: Tensor, gate: Tensor, norm: Norm, *, act: Gate = "silu", group
     library = dispatch.native(y, gate, norm.weight)
     if library is not None and all_float32(y, gate, norm.weight):
         return library.recurrent.gated_norm(y, gate, norm, act == "silu", groups, gate_last)
+    known = all_float32(y, gate, norm.weight) and y.shape[-1] // groups <= cuda.WIDEST_GROUP
+    if known and dispatch.gpu(y, gate, norm.weight):
+        return cuda.gated_norm(y, gate, norm, act, groups, gate_last)
     return gated_norm_reference(y, gate, norm, act=act, groups=groups, gate_last=gate_last)
 
 
@@ -30,6 +34,8 @@ def gated(y: Tensor, gate: Tensor, act: Gate = "sigmoid") -> Tensor:
     library = dispatch.native(y, gate)
     if library is not None and all_float32(y, gate):
         return library.recurrent.gated_norm(y, gate, None, act == "silu")
+    if all_float32(y, gate) and y.shape[-1] <= cuda.WIDEST_GROUP and dispatch.gpu(y, gate):
+        return cuda.gated_norm(y, gate, None, act)
     return y * (F.silu(gate) if act == "silu" else gate.sigmoid())
 
 

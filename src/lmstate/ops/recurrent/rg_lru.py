@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from lmstate.ops import dispatch
 from lmstate.ops.cpu.recurrent import all_float32
+from lmstate.ops.cuda import recurrent as cuda
 from lmstate.ops.ragged import blank, carry_dtype, padding
 from lmstate.ops.recurrent.scan import scan, split
 
@@ -45,9 +46,12 @@ def rg_lru(
     Returns the states h [R, T, F], which are the outputs, and the new carry, in the carry's dtype.
     """
     h, seen = carry
-    library = dispatch.native(x, input_gate, recurrence_gate, recurrent_param, h, seen)
-    if library is not None and all_float32(x, input_gate, recurrence_gate, recurrent_param, h, seen):
+    given = (x, input_gate, recurrence_gate, recurrent_param, h, seen)
+    library = dispatch.native(*given)
+    if library is not None and all_float32(*given):
         return library.recurrent.rg_lru(x, input_gate, recurrence_gate, recurrent_param, carry, counts)
+    if dispatch.gpu(*given) and all_float32(*given):
+        return cuda.rg_lru(*given, counts)
     dtype, width = carry_dtype(h), x.shape[1]
     mask = padding(counts, x)
     x, input_gate, recurrence_gate = (blank(each.to(dtype), mask) for each in (x, input_gate, recurrence_gate))

@@ -12,6 +12,9 @@ from math import isqrt
 import torch
 from torch import Tensor
 
+from lmstate.ops import dispatch
+from lmstate.ops.cuda import recurrent as cuda
+
 
 def running_peaks(kept: Tensor, added: Tensor, peak: Tensor) -> Tensor:
     """The exponents p_t = max(kept_t + p_{t-1}, added_t), float64 [R, T, ...], from that before [R, ...].
@@ -19,6 +22,8 @@ def running_peaks(kept: Tensor, added: Tensor, peak: Tensor) -> Tensor:
     Each is rounded to the carry's dtype, as the one at a cut is: so a cut changes none.
     kept, added [R, T, ...] float64.
     """
+    if peak.dtype == torch.float32 and dispatch.gpu(kept, added, peak):
+        return cuda.running_peaks(kept, added, peak)
     last, peaks = peak.double(), []
     for keep, add in zip(kept.unbind(1), added.unbind(1), strict=True):
         last = torch.maximum(last + keep, add).to(peak.dtype).double()

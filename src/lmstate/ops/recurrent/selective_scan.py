@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from lmstate.ops import dispatch
 from lmstate.ops.cpu.recurrent import all_float32
+from lmstate.ops.cuda import recurrent as cuda
 from lmstate.ops.ragged import blank, carry_dtype, padding
 from lmstate.ops.recurrent.scan import scan, split
 
@@ -52,9 +53,12 @@ def selective_scan(
     Returns y [R, T, F] and the new carry, both in the carry's dtype.
     """
     dtype, width = carry_dtype(carry), x.shape[1]
-    library = dispatch.native(x, dt, A, B, C, D, carry, gate)
-    if library is not None and all_float32(x, dt, A, B, C, D, carry, gate):
+    given = (x, dt, A, B, C, D, carry, gate)
+    library = dispatch.native(*given)
+    if library is not None and all_float32(*given):
         return library.recurrent.selective_scan(x, dt, A, B, C, D, carry, counts, softplus, gate)
+    if dispatch.gpu(*given) and all_float32(*given) and A.shape[1] <= cuda.WIDEST_STATE:
+        return cuda.selective_scan(x, dt, A, B, C, D, carry, counts, softplus, gate)
     dt = F.softplus(dt) if softplus else dt
     mask = padding(counts, x)
     x, dt, B, C = (blank(each.to(dtype), mask) for each in (x, dt, B, C))  # dt = 0 makes padding the identity

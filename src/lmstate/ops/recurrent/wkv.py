@@ -13,6 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lmstate.ops import dispatch
+from lmstate.ops.cpu.recurrent import all_float32
+from lmstate.ops.cuda import recurrent as cuda
 from lmstate.ops.ragged import blank, carry_dtype, padding
 from lmstate.ops.recurrent.rg_lru import recurrent
 from lmstate.ops.recurrent.scan import running_peaks
@@ -35,6 +38,9 @@ def wkv(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor, carry: Carry, counts
     Returns y [R, T, F] and the new carry, in the carry's dtype.
     """
     num, den, peak = carry
+    given = (k, v, decay, bonus, *carry)
+    if dispatch.gpu(*given) and all_float32(*given):
+        return cuda.wkv(k, v, decay, bonus, carry, counts, NOTHING)
     dtype, mask = carry_dtype(num), padding(counts, k)
     v, keys = blank(v.to(dtype), mask), blank(k, mask).double()
     kept = blank(decay.double().expand(keys.shape), mask)  # padding keeps all

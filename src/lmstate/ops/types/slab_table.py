@@ -99,20 +99,26 @@ class SlabTable(BlockTable):
         super().__init__(places.rows, buffer, pointers, heads, width, like)
         self.places = places
         self._addresses: Found[Tensor] = Found()
+        self._array: Found[NDArray[np.int64]] = Found()
 
     def forget(self) -> None:
         self.places.forget()
-        self._addresses = Found()
+        self._addresses, self._array = Found(), Found()
 
     def addresses(self) -> Tensor:
         """Addresses of the blocks of all rows, int64 `[R, entries]` on their device; 0 where a row holds none.
 
         A block is `[B, K, D]`, position by position. There is at least one entry.
         """
-        held = [row.blocks for row in self.places.rows]
-        return self._addresses.get(len(held), list(held), lambda: self._address_table(held))
+        array = self.address_array()
+        return self._addresses.get(None, [array], lambda: torch.from_numpy(array).to(self.device))
 
-    def _address_table(self, held: Sequence[tuple[KVBlock | None, ...]]) -> Tensor:
+    def address_array(self) -> NDArray[np.int64]:
+        """The same on the host: an array that is not written into, and the same one while the blocks are the same."""
+        held = [row.blocks for row in self.places.rows]
+        return self._array.get(len(held), list(held), lambda: self._address_array(held))
+
+    def _address_array(self, held: Sequence[tuple[KVBlock | None, ...]]) -> NDArray[np.int64]:
         size = BLOCK_TOKENS * self.heads * self.width * self.dtype.itemsize
         bases: dict[int, int] = {}
         table = np.zeros((len(held), max(1, *map(len, held))), dtype=np.int64)
@@ -124,12 +130,12 @@ class SlabTable(BlockTable):
                     if base is None:
                         base = bases[id(slab)] = slab.buffers[self.buffer].data_ptr()
                     table[r, i] = base + cast(SlabBlock, block).index * size
-        return torch.from_numpy(table).to(self.device)
+        return table
 
-    def prepare_write(self, starts: Sequence[int], counts: Sequence[int]) -> None:
+    def prepare_write(self, starts: Tensor, counts: Tensor) -> None:
         """Note that `counts[r]` positions of row r from `starts[r]` on are written next, and clear discarded numbers
         behind them."""
-        _, stale = self.places.positions(starts, counts)
+        _, stale = self.places.positions(starts.tolist(), counts.tolist())
         clear(self.buffer, stale)
 
     def read(self, rows: Sequence[int], spans: Sequence[range], count: int) -> Tensor:
@@ -173,3 +179,18 @@ class SlabTable(BlockTable):
         scatter(self.buffer, found, values)
         # Rows of several lengths are read by whole blocks: a stale NaN would spread to the row.
         clear(self.buffer, stale)
+
+
+class AddressTable(SlabTable):
+    """A table of addresses that lie on the device, for kernels of a recorded step: rows and blocks come later."""
+
+    def __init__(self, addresses: Tensor, heads: int, width: int, like: Tensor) -> None:
+        """addresses: int64 `[R, entries]`, filled by the time that a kernel reads them."""
+        super().__init__(SlabRows([]), 0, np.zeros(addresses.shape, dtype=np.int64), heads, width, like)
+        self._given = addresses
+
+    def addresses(self) -> Tensor:
+        return self._given
+
+    def prepare_write(self, starts: Tensor, counts: Tensor) -> None:
+        """Nothing: `SlabTable.prepare_write` of the tables whose addresses are given, before the step runs."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lmstate.ops.cuda.kernels.functions import activated
+
 
 @triton.jit
 def _inputs(x, row, k, valid, inside, K, ELEMENT: tl.constexpr):
@@ -87,18 +89,4 @@ def glu(x, out, width, ACT: tl.constexpr, WIDTH: tl.constexpr):
     inside = e < width
     gate = tl.load(x + row * 2 * width + e, mask=inside, other=0.0)
     up = tl.load(x + row * 2 * width + width + e, mask=inside, other=0.0)
-    if ACT == "silu":
-        y = gate / (1.0 + tl.exp(-gate))
-    elif ACT == "gelu_tanh":
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        raised = tl.exp(-2.0 * tl.abs(inner))
-        tanh = (1.0 - raised) / (1.0 + raised)
-        y = 0.5 * gate * (1.0 + tl.where(inner < 0, -tanh, tanh))
-    elif ACT == "gelu":
-        y = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    elif ACT == "relu2":
-        positive = tl.maximum(gate, 0.0)
-        y = positive * positive
-    else:
-        y = tl.maximum(gate, 0.0)
-    tl.store(out + row * width + e, y * up, mask=inside)
+    tl.store(out + row * width + e, activated(gate, ACT) * up, mask=inside)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lmstate.ops.cuda.kernels.functions import activated, one_minus_exp, sigmoid, softplus
+
 
 @triton.jit
 def gated_delta_rule(
@@ -81,8 +83,7 @@ def ssd(
         step = tl.load(dt + token * HEADS + head)
         if HAS_BIAS:
             step = step + tl.load(dt_bias + head)
-        step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
-        step = tl.minimum(tl.maximum(step, least), most)
+        step = tl.minimum(tl.maximum(softplus(step), least), most)
         x_t = tl.load(x + (token * HEADS + head) * P + p, mask=lines, other=0.0)
         b_t = tl.load(B + (token * GROUPS + group) * N + n, mask=columns, other=0.0)
         c_t = tl.load(C + (token * GROUPS + group) * N + n, mask=columns, other=0.0)
@@ -127,3 +128,147 @@ def causal_conv(x, tail, weight, bias, counts, out, new_tail, width, channels, T
         old = tl.load(base + tl.minimum(count + tap, TAPS - 2) * channels, mask=inside & (at < 0), other=0.0)
         place = new_tail + (row.to(tl.int64) * (TAPS - 1) + tap) * channels + c
         tl.store(place, tl.where(at >= 0, new, old), mask=inside)
+
+
+@triton.jit
+def selective_scan(
+    x, dt, A, B, C, D, gate, carry, counts, out, new_carry, width, channels,
+    N: tl.constexpr, NP: tl.constexpr, SLICE: tl.constexpr, HAS_D: tl.constexpr, HAS_GATE: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+):  # fmt: skip
+    """h <- exp(dt A) h + dt x B; y = (h C + D x) silu(gate) (Mamba-1). Grid: (rows, slices of channels).
+
+    x, dt, gate: float32 [R, T, F]; A: [F, N]; B, C: [R, T, N]; D: [F]; carry: [R, F, N]; out: as x, left alone at
+    padding.
+    """
+    row = tl.program_id(0)
+    f = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
+    n = tl.arange(0, NP)
+    lines = f < channels
+    columns = n < N
+    inside = lines[:, None] & columns[None, :]
+    at = (row.to(tl.int64) * channels + f[:, None]) * N + n[None, :]
+    state = tl.load(carry + at, mask=inside, other=0.0)
+    a = tl.load(A + f[:, None] * N + n[None, :], mask=inside, other=0.0)
+    for t in range(0, tl.load(counts + row)):
+        token = (row * width + t).to(tl.int64)
+        step = tl.load(dt + token * channels + f, mask=lines, other=0.0)
+        if SOFTPLUS:
+            step = softplus(step)
+        x_t = tl.load(x + token * channels + f, mask=lines, other=0.0)
+        b_t = tl.load(B + token * N + n, mask=columns, other=0.0)
+        c_t = tl.load(C + token * N + n, mask=columns, other=0.0)
+        state = state * tl.exp(step[:, None] * a) + (step * x_t)[:, None] * b_t[None, :]
+        y = tl.sum(state * c_t[None, :], 1)
+        if HAS_D:
+            y = y + x_t * tl.load(D + f, mask=lines, other=0.0)
+        if HAS_GATE:
+            y = y * activated(tl.load(gate + token * channels + f, mask=lines, other=0.0), "silu")
+        tl.store(out + token * channels + f, y, mask=lines)
+    tl.store(new_carry + at, state, mask=inside)
+
+
+@triton.jit
+def rg_lru(x, input_gate, recurrence_gate, param, carry, seen, counts, out, new_carry, new_seen, width, channels,
+           SLICE: tl.constexpr):  # fmt: skip
+    """h <- a h + sqrt(1 - a^2) sigmoid(input gate) x (Griffin). Grid: (rows, slices of channels).
+
+    x, gates, out: float32 [R, T, F]; param: [F]; carry: [R, F]; seen: [R]. out is left alone at padding.
+    """
+    row = tl.program_id(0)
+    f = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
+    inside = f < channels
+    count = tl.load(counts + row)
+    was = tl.load(seen + row)
+    rate = -8.0 * softplus(tl.load(param + f, mask=inside, other=0.0))
+    state = tl.load(carry + row.to(tl.int64) * channels + f, mask=inside, other=0.0)
+    for t in range(0, count):
+        at = (row * width + t).to(tl.int64) * channels + f
+        log_decay = rate * sigmoid(tl.load(recurrence_gate + at, mask=inside, other=0.0))
+        first = (was == 0.0) & (t == 0)
+        size = tl.where(first, 1.0, tl.sqrt(one_minus_exp(2.0 * log_decay)))
+        opened = sigmoid(tl.load(input_gate + at, mask=inside, other=0.0))
+        state = tl.exp(log_decay) * state + size * opened * tl.load(x + at, mask=inside, other=0.0)
+        tl.store(out + at, state, mask=inside)
+    tl.store(new_carry + row.to(tl.int64) * channels + f, state, mask=inside)
+    if tl.program_id(1) == 0:
+        tl.store(new_seen + row, tl.where(count > 0, tl.maximum(was, 1.0), was))
+
+
+@triton.jit
+def wkv(k, v, decay, bonus, num, den, peak, counts, out, new_num, new_den, new_peak, width, channels, nothing,
+        SLICE: tl.constexpr):  # fmt: skip
+    """The averages of RWKV-4; see `ops.recurrent.wkv`. Grid: (rows, slices of channels).
+
+    k, v, out: float32 [R, T, F]; decay, bonus: [F]; num, den, peak: [R, F]. out is left alone at padding.
+    """
+    row = tl.program_id(0)
+    f = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
+    inside = f < channels
+    count = tl.load(counts + row)
+    own = row.to(tl.int64) * channels + f
+    w = tl.load(decay + f, mask=inside, other=0.0)
+    u = tl.load(bonus + f, mask=inside, other=0.0)
+    a = tl.load(num + own, mask=inside, other=0.0)
+    b = tl.load(den + own, mask=inside, other=0.0)
+    was = tl.load(peak + own, mask=inside, other=0.0)
+    p = tl.where(b > 0.0, was, nothing)
+    for t in range(0, count):
+        at = (row * width + t).to(tl.int64) * channels + f
+        k_t = tl.load(k + at, mask=inside, other=0.0)
+        v_t = tl.load(v + at, mask=inside, other=0.0)
+        top = tl.maximum(p, k_t + u)
+        past = tl.exp(p - top)
+        now = tl.exp(k_t + u - top)
+        tl.store(out + at, (past * a + now * v_t) / (past * b + now), mask=inside)
+        top = tl.maximum(p + w, k_t)
+        kept = tl.exp(p + w - top)
+        added = tl.exp(k_t - top)
+        a = kept * a + added * v_t
+        b = kept * b + added
+        p = top
+    tl.store(new_num + own, a, mask=inside)
+    tl.store(new_den + own, b, mask=inside)
+    tl.store(new_peak + own, tl.where(count > 0, p, was), mask=inside)
+
+
+@triton.jit
+def running_peaks(kept, added, peak, out, width, channels, SLICE: tl.constexpr):
+    """p <- max(kept + p, added), rounded to float32 after each token. Grid: (rows, slices of channels).
+
+    kept, added, out: float64 [R, T, C]; peak: float32 [R, C].
+    """
+    row = tl.program_id(0)
+    c = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
+    inside = c < channels
+    p = tl.load(peak + row.to(tl.int64) * channels + c, mask=inside, other=0.0).to(tl.float64)
+    for t in range(0, width):
+        at = (row * width + t).to(tl.int64) * channels + c
+        grown = tl.load(kept + at, mask=inside, other=0.0) + p
+        p = tl.maximum(grown, tl.load(added + at, mask=inside, other=0.0)).to(tl.float32).to(tl.float64)
+        tl.store(out + at, p, mask=inside)
+
+
+@triton.jit
+def gated_norm(y, gate, weight, out, width, groups, weights, eps, ACT: tl.constexpr, NORMS: tl.constexpr,
+               GATE_LAST: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """A group of one token normalized and gated, or gated alone. Grid: (tokens, groups).
+
+    y, gate, out: float32 [tokens, groups * width]; weight: float32 [weights * width], of each group (`weights` =
+    groups) or of all alike (1).
+    """
+    e = tl.arange(0, WIDTH)
+    inside = e < width
+    group = tl.program_id(1)
+    at = (tl.program_id(0).to(tl.int64) * groups + group) * width + e
+    values = tl.load(y + at, mask=inside, other=0.0)
+    opened = activated(tl.load(gate + at, mask=inside, other=0.0), ACT)
+    if not GATE_LAST:
+        values = values * opened
+    if NORMS:
+        mean = tl.sum(values * values, 0) / width
+        scaled = tl.load(weight + tl.where(weights == 1, 0, group) * width + e, mask=inside, other=0.0)
+        values = values * tl.rsqrt(mean + eps) * scaled
+    if GATE_LAST:
+        values = values * opened
+    tl.store(out + at, values, mask=inside)

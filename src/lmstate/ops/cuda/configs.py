@@ -1,0 +1,39 @@
+"""Tiles of queries or rows, warps and stages of each kernel, in a table: nothing is timed while a model runs.
+
+They are chosen so that what a thread computes stays in its registers, and so that the shared memory of sm_80, 90, 100
+and 120 suffices (but for latents, see `LATENT_BYTES`); `tests/interpreted/resources.json` tells both. None was timed on
+a card. Results do not depend on them: rows of a tile do not meet, and the matrix unit sums in one order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lmstate.ops.cuda.device import FEW_ROWS, padded
+
+LATENT_BYTES = 118_784
+"""Shared memory that attention over 512 latents takes; GPUs of sm_86, 89 and 120 have less."""
+
+
+class Config(NamedTuple):
+    """Rows of a tile, warps of a program, stages of its loads."""
+
+    rows: int
+    warps: int
+    stages: int = 2
+
+
+def attention(queries: int, width: int) -> Config:
+    """For so many queries of a kv head, and values of this width."""
+    most = 32 if width <= 128 else FEW_ROWS
+    return Config(min(padded(queries), most), 8)
+
+
+def product(rows: int) -> Config:
+    """For so many rows of activations."""
+    tile = min(padded(rows, FEW_ROWS), 64)
+    return Config(tile, 8 if tile == 64 else 4)
+
+
+GATED_DELTA = Config(32, 8)
+"""`rows`: values that a program holds."""
