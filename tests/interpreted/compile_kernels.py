@@ -27,7 +27,7 @@ from lmstate.ops.cuda.kernels import attention, dense, recurrent
 
 ARCHITECTURES = (80, 90, 100, 120)
 RESOURCES = Path(__file__).with_name("resources.json")
-USUAL = configs.Config(0, 4)
+USUAL = configs.KernelShape(0, 4)
 """What `device.launch` takes where nothing else is said."""
 F, B, I64 = "*fp32", "*u8", "*i64"
 ATTEND: dict[str, Any] = {
@@ -69,7 +69,7 @@ ONE, ROWS = configs.product(1), configs.product(4096)
 LATENTS = {
     "LATENT": True, "HEADS": 16, "GROUP": 16, "D": 512, "DP": 512, "DV": 512, "DVP": 512, "DR": 64, "DRP": 64,
 }  # fmt: skip
-Case: TypeAlias = tuple[Any, dict[str, Any]] | tuple[Any, dict[str, Any], configs.Config]
+Case: TypeAlias = tuple[Any, dict[str, Any]] | tuple[Any, dict[str, Any], configs.KernelShape]
 CASES: dict[str, Case] = {
     "attend": (attention.attend, ATTEND | {"WHOLE": False, "ROWS": FEW.rows}, FEW),
     "attend, prompt": (attention.attend, ATTEND | {"WHOLE": True, "ROWS": MANY.rows, "HAS_SLOPES": True}, MANY),
@@ -100,7 +100,9 @@ CASES: dict[str, Case] = {
 }
 
 
-def compile_kernel(arch: int, kernel: Any, constants: dict[str, Any], config: configs.Config = USUAL) -> dict[str, Any]:
+def compile_kernel(
+    arch: int, kernel: Any, constants: dict[str, Any], config: configs.KernelShape = USUAL
+) -> dict[str, Any]:
     types = list(TYPES[kernel.fn.__name__])
     if constants.get("KIND", "float") != "float":
         types[1] = B

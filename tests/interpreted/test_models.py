@@ -12,8 +12,8 @@ import lmstate
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_source
 from lmstate.models.families import build
-from lmstate.ops.cuda import device
-from tests.other_device import DEVICE, OtherDevice
+from tests.interpreted.standin import interpreted_gpu
+from tests.other_device import DEVICE
 from tests.zoo import pair, text
 
 TO_THE_BIT = ("llama", "mamba2")
@@ -23,20 +23,10 @@ LONG = [pytest.param(case, marks=pytest.mark.soak) for case in ("mistral", "gemm
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A pretended GPU whose kernels are interpreted; the names of those that were launched."""
-    names: list[str] = []
-    run = device.launch
-
-    def launch(kernel: Any, *args: Any, **constants: Any) -> None:
-        names.append(kernel.fn.__name__)
-        with torch._C.DisableTorchFunction():
-            run(kernel, *args, **constants)
-
-    for module in ("attention", "dense", "recurrent"):
-        monkeypatch.setattr(f"lmstate.ops.cuda.{module}.launch", launch)
-    monkeypatch.setattr(device, "usable", lambda index: True)
-    with OtherDevice():
-        yield names
+    """A pretended GPU whose kernels are interpreted, without graphs; the names of those that were launched."""
+    monkeypatch.setattr("lmstate.models.graphs.fuses", lambda: False)
+    with interpreted_gpu(monkeypatch) as gpu:
+        yield gpu.launches
 
 
 def on_device(case: str, folder: Any, weights: str) -> lmstate.Model:

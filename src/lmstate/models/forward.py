@@ -19,8 +19,8 @@ Keep = Sequence[int] | None
 """Numbers of the last tokens of each row that a part's stream is needed of; None: of all, padding included."""
 
 Run = Callable[[Tensor, Step, State, Keep], Tensor]
-"""Tokens int64 `[R, t]` of one part of a step -> the stream behind the blocks, float32 `[R, t, E]`; where some are kept
-only those, as `ops.last_tokens` gives them."""
+"""Tokens int64 `[R, t]` of one part of a step, on the host -> the stream behind the blocks, float32 `[R, t, E]`; where
+some are kept only those, as `ops.last_tokens` gives them."""
 
 Head = Callable[[Tensor, Tensor | None], Tensor]
 """Hidden states `[..., E]`, and where to put what they give (None: anywhere) -> float32 `[..., features]`."""
@@ -33,7 +33,6 @@ class Forward:
     run: Run
     head: Head | None  # None: hidden states are what is wanted
     features: int
-    device: torch.device  # of the embedding
     output: torch.device  # of the stream behind the blocks, and of logits
     on_part: Callable[[int, int], None] | None
     give_way: Callable[[], None]  # see `giving_way`
@@ -148,7 +147,7 @@ class Forward:
                 self.on_part(offset, step.width)
             width = part.width
             rows = [row[offset : offset + width] for row in ids]
-            padded = integers([row + [0] * (width - len(row)) for row in rows]).to(self.device)
+            padded = integers([row + [0] * (width - len(row)) for row in rows])
             own = None if keep is None or width == 1 else _kept_of(part, offset, step, keep)
             yield offset, part, self.run(padded, part, state, own)
         if self.on_part is not None:

@@ -395,7 +395,7 @@ class Model:
         """
 
         def run(ids: Tensor, step: Step, state: State, keep: Keep) -> Tensor:
-            network = self.network
+            network, ids = self.network, ids.to(self.device)
             blocks, x = traced_blocks(network.blocks_of(step), on), network.embedded(ids, step)
             on("embed", ids, x)
             taps = network.heads[0].taps if network.heads else ()
@@ -494,7 +494,7 @@ class Model:
 
     def _forward(self, run: Run, head: Head | None, give_way: Callable[[], None]) -> Forward:
         features = self.config.hidden_size if head is None else self.config.vocab_size
-        return Forward(run, head, features, self.device, self.output_device, self.on_part, give_way)
+        return Forward(run, head, features, self.output_device, self.on_part, give_way)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Hidden states `[..., E]` -> float32 logits `[..., V]`; in `out`, of that shape, without gradients."""

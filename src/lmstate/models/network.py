@@ -15,6 +15,7 @@ from lmstate.models.block import Block, adding
 from lmstate.models.config import ModelConfig
 from lmstate.models.encoder import Encoder
 from lmstate.models.forward import Keep
+from lmstate.models.graphs import StepGraphs
 from lmstate.models.heads.ahead import read
 from lmstate.models.heads.head import DraftHead
 from lmstate.models.layers.cross_attention import CrossAttention
@@ -92,6 +93,11 @@ class Network:
         """The ropes whose frequencies depend on the length of the text."""
         return [rope for rope in self.ropes if rope.original_max_positions is not None]
 
+    @cached_property
+    def graphs(self) -> StepGraphs:
+        """Its short steps as CUDA graphs, on a GPU."""
+        return StepGraphs(self)
+
     @property
     def has_axes(self) -> bool:
         """Whether positions have several axes."""
@@ -118,7 +124,9 @@ class Network:
         return [*map(adding, self.blocks[:deep], range(deep)), *self.blocks[deep:]] if deep else self.blocks
 
     def embedded(self, tokens: Tensor, step: Step) -> Tensor:
-        """The stream in front of the first block: tokens int64 `[R, T]` -> float32 `[R, T, E]`."""
+        """The stream in front of the first block: tokens int64 `[R, T]`, here or on the host -> float32
+        `[R, T, E]`."""
+        tokens = tokens.to(self.device)
         x = self.embed.rows(tokens)
         if self.config.embed_scale != 1.0:
             x = x * self.config.embed_scale
@@ -138,6 +146,8 @@ class Network:
 
         Eagerly, unless `state`, whose layers these are, keeps the plan. keep: see `Run`.
         """
+        if state is not None and (x := self.graphs.run(tokens, step, layers, keep)) is not None:
+            return x
         reads = len(layers) > len(self.blocks)  # heads read the whole stream
         tapped: list[Tensor] = []
         x, blocks = self.embedded(tokens, step), self.blocks_of(step)

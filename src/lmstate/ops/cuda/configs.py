@@ -15,7 +15,7 @@ LATENT_BYTES = 118_784
 """Shared memory that attention over 512 latents takes; GPUs of sm_86, 89 and 120 have less."""
 
 
-class Config(NamedTuple):
+class KernelShape(NamedTuple):
     """Rows of a tile, warps of a program, stages of its loads."""
 
     rows: int
@@ -23,17 +23,17 @@ class Config(NamedTuple):
     stages: int = 2
 
 
-def attention(queries: int, width: int) -> Config:
+def attention(queries: int, width: int) -> KernelShape:
     """For so many queries of a kv head, and values of this width."""
     most = 32 if width <= 128 else FEW_ROWS
-    return Config(min(padded(queries), most), 8)
+    return KernelShape(min(padded(queries), most), 8)
 
 
-def product(rows: int) -> Config:
+def product(rows: int) -> KernelShape:
     """For so many rows of activations."""
     tile = min(padded(rows, FEW_ROWS), 64)
-    return Config(tile, 8 if tile == 64 else 4)
+    return KernelShape(tile, 8 if tile == 64 else 4)
 
 
-GATED_DELTA = Config(32, 8)
+GATED_DELTA = KernelShape(32, 8)
 """`rows`: values that a program holds."""

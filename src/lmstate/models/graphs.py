@@ -1,0 +1,259 @@
+"""Short steps as CUDA graphs, which belong to a model and serve every state, fork and engine of it.
+
+A graph is recorded at the first step of its key: how many rows, tokens and blocks it has room for, each a power of two,
+and how layers store what they remember. It runs the blocks' own code on stand-ins of the layer states. These read
+blocks by tables of addresses, and carries from tensors that never move, which each step fills (`StepBuffers`). So a
+replay launches the kernels of an eager step, and gives its bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
+from threading import Lock
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.models.block import Block, new_layers
+from lmstate.models.fingerprint import weights_in
+from lmstate.ops import Weight, dispatch
+from lmstate.ops.cuda.graphs import record
+from lmstate.ops.cuda.tables import StepBuffers
+from lmstate.ops.fused.graph import fuses
+from lmstate.ops.types.block_table import BLOCK_TOKENS, BlockTable
+from lmstate.ops.types.slab_table import AddressTable, SlabTable
+from lmstate.ops.types.sublayers import pointers, requires_grad
+from lmstate.ops.weights.lora import LoraWeight
+from lmstate.state import LayerState, Layout, RecurrentState, Step
+from lmstate.state.layers.attention import AttentionState
+from lmstate.state.layers.block_store import BlockStore
+from lmstate.state.layers.last_input import LastInputState
+from lmstate.state.layers.latent import LatentState
+from lmstate.state.layers.shared_kv import SharedState
+from lmstate.state.layers.slots import SlotState
+from lmstate.state.step import DeviceStep
+
+MOST_ROWS, MOST_WIDTH = 64, 8
+FEWEST_ENTRIES = 8
+STORING: tuple[type, ...] = (AttentionState, LatentState)
+SCANNING: tuple[type, ...] = (RecurrentState, LastInputState)
+
+log = logging.getLogger(__name__)
+
+
+class GraphedNetwork(Protocol):
+    """A network, as `models.network` has it: weights, and the stream of a step through them."""
+
+    @property
+    def embed(self) -> Weight: ...
+
+    @property
+    def blocks(self) -> tuple[Block, ...]: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def devices(self) -> list[torch.device]: ...
+
+    @property
+    def parts(self) -> tuple[Any, ...]: ...
+
+    @property
+    def dynamic_ropes(self) -> Sequence[object]: ...
+
+    @property
+    def max_positions(self) -> int | None: ...
+
+    def stream(self, tokens: Tensor, step: Step, layers: Sequence[LayerState]) -> Tensor: ...
+
+
+class Key(NamedTuple):
+    """Room of a graph, and the kinds of the layer states that it serves."""
+
+    rows: int
+    width: int
+    entries: int
+    kinds: tuple[Hashable, ...]
+
+
+class StepGraphs:
+    """The graphs of one network. One step runs at a time: they share their memory."""
+
+    def __init__(self, network: GraphedNetwork) -> None:
+        self._network = network
+        self._made: dict[Key, StepGraph | None] = {}
+        """None: a step of this key waits for the device, and runs eagerly."""
+        self._lock = Lock()
+        self._addresses: list[int] = []
+
+    def __deepcopy__(self, memo: dict[int, object]) -> StepGraphs:
+        return StepGraphs(copy.deepcopy(self._network, memo))
+
+    def run(
+        self, tokens: Tensor, step: Step, layers: Sequence[LayerState], keep: Sequence[int] | None
+    ) -> Tensor | None:
+        """The stream behind the blocks of a step, as `Network.stream` gives it; None where no graph runs it."""
+        if not self._takes(step, layers):
+            return None
+        leaves = [leaf for layer in layers for leaf in layer.leaves()]
+        kinds = tuple(map(kind, leaves))
+        if None in kinds:
+            return None
+        blocks = -(-step.longest // BLOCK_TOKENS)
+        key = Key(power(step.rows), power(step.width), power(blocks, FEWEST_ENTRIES), kinds)
+        scans = [leaf.single_scan_carry(step) for leaf in leaves if isinstance(leaf, RecurrentState)]
+        if any(carry is None for carry in scans):  # a checkpoint lies inside the step
+            return None
+        with self._lock:
+            held = self._held
+            if held is None or not self._is_valid(held):
+                return None
+            if key in self._made:
+                graph = self._made[key]
+            else:
+                graph = self._recorded(key, tokens, step, leaves, cast(Scans, scans))
+            if graph is None:
+                return None
+            x = graph.run(tokens, step, leaves, cast(Scans, scans))
+        return x if keep is None else ops.last_tokens(x, step.counts, keep)
+
+    def _takes(self, step: Step, layers: Sequence[LayerState]) -> bool:
+        network = self._network
+        if network.embed.device.type != "cuda" or type(step) is not Step or len(layers) != len(network.blocks):
+            return False
+        if not 0 < step.width <= MOST_WIDTH or not 0 < step.rows <= MOST_ROWS or step.media or not fuses():
+            return False
+        if len(set(network.devices)) > 1 or network.dynamic_ropes or network.max_positions is not None:
+            return False
+        return dispatch.gpu(network.embed.storage)
+
+    @cached_property
+    def _held(self) -> list[Tensor] | None:
+        """All that graphs read beside a step. None: adapters, whose rows are chosen on the host."""
+        held = [part for _, part in weights_in(self._network.parts)]
+        if any(isinstance(part, LoraWeight) for part in held):
+            return None
+        return [part.storage if isinstance(part, Weight) else part for part in held]
+
+    def _is_valid(self, held: list[Tensor]) -> bool:
+        """Whether no gradient is to follow. Graphs of weights that moved are dropped."""
+        if (addresses := pointers(held)) != self._addresses:
+            self._made.clear()
+            self._addresses = addresses
+        return not (torch.is_grad_enabled() and any(map(requires_grad, held)))
+
+    def _recorded(
+        self, key: Key, tokens: Tensor, step: Step, leaves: Sequence[LayerState], scans: Scans
+    ) -> StepGraph | None:
+        graph = StepGraph(self._network, key, leaves)
+        try:
+            graph.fill(tokens, step, leaves, scans)
+            graph.record()
+        except RuntimeError as error:
+            log.warning("steps of %d rows run eagerly: %s", key.rows, str(error).partition("\n")[0])
+            self._made[key] = None
+            return None
+        self._made[key] = graph
+        return graph
+
+
+Scans: TypeAlias = list[tuple[Tensor, ...]]
+"""The carries that the recurrent layers of a step scan from."""
+
+
+class StepGraph:
+    """One graph: its buffers, and the stand-ins of the layer states that it runs on."""
+
+    def __init__(self, network: GraphedNetwork, key: Key, leaves: Sequence[LayerState]) -> None:
+        self.network, self.key = network, key
+        self._replay: Callable[[], None] | None = None
+        device = network.device
+        stores = [leaf for leaf in leaves if isinstance(leaf, SlotState)]
+        count = sum(len(leaf.buffers) for leaf in stores)
+        self.buffers = StepBuffers(key.rows, key.width, count, key.entries, device)
+        layout = Layout(key.rows, device, torch.float32, capacity=1, rewind=0, chunk=key.width, static=True)
+        self.layers = new_layers(network.blocks, [layout] * len(network.blocks))
+        own = [leaf for layer in self.layers for leaf in layer.leaves()]
+        tables = iter(self.buffers.tables)
+        for leaf, given in zip(own, leaves, strict=True):
+            if isinstance(leaf, SlotState):
+                assert isinstance(given, SlotState)
+                leaf.buffers = given.buffers
+                made: dict[str, BlockTable] = {}
+                for name, buffer in given.buffers.items():
+                    heads = buffer.heads[0] if buffer.heads else 1
+                    made[name] = AddressTable(next(tables), heads, buffer.width, buffer.zeros(0))
+                leaf.content = Addressed(made)
+        self.scanning = [leaf for leaf in own if isinstance(leaf, RecurrentState)]
+
+    def fill(self, tokens: Tensor, step: Step, leaves: Sequence[LayerState], scans: Scans) -> None:
+        """Send what a step reads: everything but weights."""
+        arrays = []
+        for leaf in leaves:
+            if isinstance(leaf, SlotState):
+                for name in leaf.buffers:
+                    table = leaf.stored(name)
+                    assert isinstance(table, SlabTable)
+                    table.prepare_write(step.starts_t, step.counts_t)
+                    arrays.append(table.address_array())
+        # np.asarray: ids of the host, or those of a device, which it waits for.
+        self.buffers.send(np.asarray(tokens.cpu()), step.starts, step.counts, arrays)
+        into = [part[: step.rows] for leaf in self.scanning for part in leaf.carry]
+        if into:
+            torch._foreach_copy_(into, [part for carry in scans for part in carry])
+
+    def record(self) -> None:
+        self._forward()  # compiles the kernels
+        self._replay, self.out = record(self._forward, self.network.device)
+
+    def run(self, tokens: Tensor, step: Step, leaves: Sequence[LayerState], scans: Scans) -> Tensor:
+        """The stream behind the blocks, float32 `[R, T, E]`; recurrent layers are told what was scanned."""
+        assert self._replay is not None
+        self.fill(tokens, step, leaves, scans)
+        self._replay()
+        rows, width = step.rows, step.width
+        results = [self.out[:rows, :width]]
+        for stand_in in self.scanning:
+            results += [stand_in.step_inputs[:rows, :width], *(part[:rows] for part in stand_in.next_carry)]
+        own = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in results]
+        torch._foreach_copy_(own, results)
+        x, *rest = own
+        parts = iter(rest)
+        for leaf in leaves:
+            if isinstance(leaf, RecurrentState):
+                inputs = next(parts)
+                leaf.record(step, step.packed(inputs), tuple(next(parts) for _ in leaf.carry))
+        return x
+
+    def _forward(self) -> Tensor:
+        buffers = self.buffers
+        step = DeviceStep.at(buffers.starts, buffers.counts, self.key.width)
+        return self.network.stream(buffers.tokens, step, self.layers)
+
+
+class Addressed(BlockStore):
+    """The tables of a stand-in's buffers; blocks are reserved and committed by the state that it stands for."""
+
+    def __init__(self, tables: dict[str, BlockTable]) -> None:
+        self.tables, self.views = tables, []
+
+
+def kind(leaf: LayerState) -> Hashable | None:
+    """The storage of a layer state, by which graphs are told apart; None where no stand-in of it runs in a graph."""
+    if type(leaf) in STORING:
+        assert isinstance(leaf, SlotState)
+        blocks = isinstance(leaf.content, BlockStore) and leaf.content.spec.slabs is not None
+        return (type(leaf), tuple(leaf.buffers.values())) if blocks else None
+    return type(leaf) if type(leaf) in (*SCANNING, SharedState) else None
+
+
+def power(count: int, least: int = 1) -> int:
+    """The power of two that holds so many."""
+    return max(least, 1 << (count - 1).bit_length())

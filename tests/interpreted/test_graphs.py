@@ -1,0 +1,137 @@
+"""Steps that are recorded once and replayed: the bits of eager ones, for every state and whatever lies between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import lmstate
+from lmstate.checkpoints.loader import WeightLoader
+from lmstate.checkpoints.open import open_source
+from lmstate.models.families import build
+from lmstate.ops.cuda.tables import StepBuffers
+from tests.interpreted.standin import GraphDevice, interpreted_gpu
+from tests.other_device import DEVICE
+from tests.zoo import pair, text
+
+SAMPLE = ("llama", "mamba2")
+MORE = [
+    pytest.param(case, marks=pytest.mark.soak)
+    for case in ("mistral", "deepseek_v3", "qwen3_next-dense", "falcon_h1", "gpt_oss", "gemma3n", "rwkv", "lfm2")
+]
+IDS = text(80)[0].tolist()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GraphDevice]:
+    with interpreted_gpu(monkeypatch) as device:
+        yield device
+
+
+def model_of(case: str, folder: Path) -> lmstate.Model:
+    with torch._C.DisableTorchFunction():
+        pair(case)[0].save_pretrained(folder)
+    return build(WeightLoader(open_source(folder), "float32", device=DEVICE))
+
+
+def story(model: lmstate.Model) -> list[Tensor]:
+    """Steps of two states by turns: ragged and idle rows, drafts, a verdict, a fork, a rewind and a discarded step."""
+    one, two = model.new_state(2, rewind=4), model.new_state(1, rewind=4)
+    found = [model([IDS[:3], IDS[:4]], one), model([[9]], two)]
+    found.append(model([[7], [8]], one))
+    found.append(model([[7, 11, 12], [8]], one, logits="all", commit=False))
+    one.commit([2, 1])
+    found.append(model([[], [3]], one))
+    one.select([1, 1])
+    found.append(model([[5], [6]], one))
+    model([[9]], two, commit=False)
+    two.discard()
+    found.append(model([[10]], two))
+    one.rewind(1, one.lengths[1] - 1)
+    found.append(model([[1], [2]], one))
+    return found
+
+
+@pytest.mark.parametrize("case", [*SAMPLE, *MORE])
+def test_replayed_steps_have_the_bits_of_eager_ones(
+    case: str, gpu: GraphDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = model_of(case, tmp_path)
+    with torch.no_grad():
+        replayed = story(model)
+        assert gpu.recorded, "no step was recorded"
+        count = len(gpu.recorded)
+        monkeypatch.setattr("lmstate.models.graphs.fuses", lambda: False)
+        eager = story(model)
+    assert len(gpu.recorded) == count
+    for own, other in zip(replayed, eager, strict=True):
+        with torch._C.DisableTorchFunction():
+            assert torch.equal(own.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
+def test_a_graph_reads_the_blocks_that_a_row_gets_later(
+    gpu: GraphDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, found = model_of("llama", tmp_path), []
+    with torch.no_grad():
+        for replays in (True, False):
+            monkeypatch.setattr("lmstate.models.graphs.fuses", lambda replays=replays: replays)
+            state = model.new_state()
+            model([IDS[:62]], state, logits="none")
+            found.append(torch.cat([model([[token]], state) for token in range(3)]))
+    assert len(gpu.recorded) == 1
+    with torch._C.DisableTorchFunction():
+        assert torch.equal(*found)
+
+
+def test_a_graph_serves_every_state_of_its_size(gpu: GraphDevice, tmp_path: Path) -> None:
+    model = model_of("llama", tmp_path)
+    with torch.no_grad():
+        for rows in (3, 4):
+            state = model.new_state(rows)
+            model([[2], *[[]] * (rows - 2), [3]], state)
+    assert len(gpu.recorded) == 1, "rows 3 and 4 have room in one graph"
+
+
+def test_a_step_that_waits_for_the_device_runs_eagerly(
+    gpu: GraphDevice, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_of("mixtral", tmp_path)  # counts the tokens of each expert on the host
+    with torch.no_grad():
+        state = model.new_state()
+        for _ in range(2):
+            model([[1]], state)
+    assert len(gpu.recorded) == 0 and caplog.text.count("run eagerly") == 1
+
+
+class Copies(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_is_sent_in_one_copy_and_addresses_when_they_change() -> None:
+    buffers = StepBuffers(4, 2, 3, 8, torch.device("cpu"))
+    tables = [np.arange(1 + i, 5 + i).reshape(2, 2) for i in range(3)]
+    other = [tables[0], np.full((2, 2), 9), tables[2]]
+    head, whole = 4 * 2 + 2 * 4, 4 * 2 + 2 * 4 + 3 * 4 * 8
+    for step, (given, size) in enumerate([(tables, whole), (tables, head), (other, whole), (tables, whole)]):
+        with Copies() as copies:
+            buffers.send(np.array([[step], [5]]), [7, 8], [1, 0], given)
+        assert copies.sizes == [size]
+        assert buffers.tokens.tolist() == [[step, 0], [5, 0], [0, 0], [0, 0]]
+        assert buffers.starts.tolist() == [7, 8, 0, 0] and buffers.counts.tolist() == [1, 0, 0, 0]
+        for own, table in zip(buffers.tables, given):
+            assert own[:2, :2].tolist() == table.tolist()
+            assert not own[2:].any() and not own[:, 2:].any(), "rows and entries behind a step's point to no block"
