@@ -27,6 +27,11 @@ class DescribedModel(Protocol):
         ...
 
     @property
+    def start_id(self) -> int | None:
+        """The token that every answer to a source begins with; None for a model without an encoder."""
+        ...
+
+    @property
     def config(self) -> Any:
         """`vocab_size` is read from it."""
         ...
@@ -47,11 +52,6 @@ class DescribedModel(Protocol):
 
 class LanguageModel(DescribedModel, Protocol):
     """A model that extends a state by tokens; `lmstate.Model` is one."""
-
-    @property
-    def start_id(self) -> int | None:
-        """The token that every answer to a source begins with; None for a model without an encoder."""
-        ...
 
     def new_state(self, rows: int = 1, capacity: int | None = None, rewind: int = 16) -> State:
         """An empty state of that many sequences."""

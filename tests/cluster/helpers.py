@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, contextmanager
 
 from lmstate.cluster import Cluster
 from lmstate.cluster.handle import ReplicaLost
 from lmstate.cluster.served import ServedEngine
+from lmstate.cluster.serving import FrontFiles
 from lmstate.cluster.wire import WireNews, unpack
 from lmstate.engine import Engine
-from lmstate.text.tokenizer import Tokenizer
 
 
 class LocalChannel:
@@ -20,10 +21,12 @@ class LocalChannel:
     def __init__(self, engine: Engine, rank: int) -> None:
         self.served, self.dead, self.dies_after = ServedEngine(engine, rank), False, -1
         self.taken, self.deaf = 0, False
+        self.calls = Counter[str]()
 
     async def call(self, method: str, told: bytes) -> bytes:
         if self.dead or (self.deaf and method == "note"):
             raise ReplicaLost("it is dead")
+        self.calls[method] += 1
         found: bytes = await getattr(self.served, method)(told)
         return found
 
@@ -33,7 +36,8 @@ class LocalChannel:
         self.taken += 1
         tokens = 0
         async for data in getattr(self.served, method)(told):
-            tokens += sum(len(piece.tokens) for piece in unpack(data, WireNews).pieces)
+            if method == "answer":
+                tokens += sum(len(piece.tokens) for piece in unpack(data, WireNews).pieces)
             if self.dead or 0 <= self.dies_after < tokens:
                 self.dead = True
                 raise ReplicaLost("it died")
@@ -42,11 +46,11 @@ class LocalChannel:
 
 @contextmanager
 def fleet(
-    *engines: Engine, store: str | None = None, tokenizer: Tokenizer | None = None
+    *engines: Engine, store: str | None = None, files: FrontFiles | None = None
 ) -> Iterator[tuple[Cluster, list[LocalChannel]]]:
     """A cluster of these engines, which end with it."""
     with ExitStack() as stack:
         for engine in engines:
             stack.enter_context(engine)
         channels = [LocalChannel(engine, rank) for rank, engine in enumerate(engines)]
-        yield stack.enter_context(Cluster(channels, tokenizer, store)), channels
+        yield stack.enter_context(Cluster(channels, files or FrontFiles(), store)), channels

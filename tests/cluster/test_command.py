@@ -14,6 +14,7 @@ from lmstate.cli.app import app
 from lmstate.cluster.application import AppSpec
 from lmstate.cluster.ray_cluster import SETTINGS
 from lmstate.cluster.rolling import drain_all
+from lmstate.cluster.serving import FrontFiles
 from lmstate.engine import Engine
 from lmstate.serve import Settings
 from tests.cluster.helpers import fleet
@@ -30,7 +31,7 @@ def test_status_and_drain_of_a_running_front(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     engines = [Engine(model, rows=4, store=store) for _ in "ab"]
     with (
-        fleet(*engines, store=store, tokenizer=model.tokenizer) as (cluster, channels),
+        fleet(*engines, store=store, files=FrontFiles(model.tokenizer)) as (cluster, channels),
         running(cluster.front, Settings("tiny", port=0)) as server,
         server.client() as client,
     ):
@@ -61,7 +62,7 @@ def test_status_and_drain_of_a_running_front(tmp_path: Path) -> None:
 def test_draining_is_for_the_first_key(tmp_path: Path) -> None:
     model = load_tiny(tmp_path)
     body = {"rank": 0}
-    with fleet(Engine(model), tokenizer=model.tokenizer) as (cluster, channels):
+    with fleet(Engine(model), files=FrontFiles(model.tokenizer)) as (cluster, channels):
         for keys, host, asked, status in (
             (("first", "second"), "127.0.0.1", "second", 403),
             ((), "0.0.0.0", "", 403),

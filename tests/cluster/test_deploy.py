@@ -19,6 +19,7 @@ from lmstate.cli.app import app
 from lmstate.cluster import Cluster, deploy
 from lmstate.cluster.ray_cluster import AUTH_MODE, TOKEN_PATH, check_address, remove_folder
 from lmstate.cluster.replica import ReplicaSpec
+from lmstate.cluster.serving import FrontFiles
 from lmstate.errors import UnsupportedError
 from tests.cluster.helpers import LocalChannel, fleet
 from tests.serve.running import Running, events, load_tiny, running
@@ -116,8 +117,9 @@ def test_the_server_speaks_through_a_front(tmp_path: Path) -> None:
     settings = Settings("tiny", port=0)
     with Engine(model, rows=4) as engine, running(engine, settings) as server:
         expected = told(server)
+    engines = [Engine(model, rows=4, store=store) for _ in "ab"]
     with (
-        fleet(*(Engine(model, rows=4, store=store) for _ in "ab"), store=store, tokenizer=model.tokenizer) as (one, _),
+        fleet(*engines, store=store, files=FrontFiles(model.tokenizer)) as (one, _),
         running(one.front, settings) as server,
     ):
         got = told(server)
@@ -132,7 +134,7 @@ def test_replicas_that_do_not_come_are_an_error(monkeypatch: pytest.MonkeyPatch)
         dead = LocalChannel(engine, 1)
         dead.dead = True
         with pytest.raises(TimeoutError, match="1 of 2 replicas answered"):
-            Cluster([LocalChannel(engine, 0), dead], None, None)
+            Cluster([LocalChannel(engine, 0), dead], FrontFiles(), None)
 
 
 def test_a_cluster_serves_at_its_url_until_it_is_closed(tmp_path: Path) -> None:
@@ -140,7 +142,7 @@ def test_a_cluster_serves_at_its_url_until_it_is_closed(tmp_path: Path) -> None:
     from lmstate.serve import Settings
 
     model = load_tiny(tmp_path / "model")
-    with fleet(Engine(model), tokenizer=model.tokenizer) as (cluster, _):
+    with fleet(Engine(model), files=FrontFiles(model.tokenizer)) as (cluster, _):
         assert cluster.url is None
         with pytest.raises(ValueError, match="no API key is set"):
             cluster.serve(Settings("tiny", "0.0.0.0", 0))
@@ -156,7 +158,7 @@ def test_a_cluster_serves_at_its_url_until_it_is_closed(tmp_path: Path) -> None:
 
         with (
             socket.create_server(("127.0.0.1", 0)) as taken,
-            fleet(Engine(model), tokenizer=model.tokenizer) as (other, _),
+            fleet(Engine(model), files=FrontFiles(model.tokenizer)) as (other, _),
             pytest.raises(OSError, match=f"cannot serve on 127.0.0.1:{taken.getsockname()[1]}"),
         ):
             other.serve(Settings("tiny", port=taken.getsockname()[1]))

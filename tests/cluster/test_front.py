@@ -16,6 +16,7 @@ from lmstate.cluster.moving import MOST_MOVES, MovingRequest
 from lmstate.engine import Drained, Engine, EngineClosed, EngineError, QueueFull, Request
 from lmstate.engine.delivery import Delivery
 from lmstate.engine.results import Piece
+from lmstate.vision.reader import PicturePrompt
 from tests.engine.test_batching import paused, prompt
 from tests.zoo import ours
 
@@ -251,7 +252,7 @@ def test_pieces_that_do_not_follow_are_refused() -> None:
             return Request([1], lambda: None, Delivery())
 
         request = MovingRequest(
-            Work([1], lmstate.SamplingParams()),
+            Work(PicturePrompt([1]), lmstate.SamplingParams()),
             [1],
             send,
             lambda function: function(),

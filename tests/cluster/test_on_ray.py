@@ -20,6 +20,7 @@ from lmstate.cluster.moving import MovingRequest
 from lmstate.cluster.ray_cluster import processes_of
 from lmstate.engine import Engine
 from lmstate.engine.results import ReplicaStatus
+from lmstate.vision.reader import PicturePrompt
 from tests.cluster.test_front import check
 from tests.serve.running import load_tiny, save_tiny
 from tests.waiting import wait_until
@@ -99,8 +100,22 @@ def test_long_messages_arrive(cluster: Any) -> None:
     wait_until(lambda: whole(cluster))
     tokens = list(range(1, 250)) * 20_000  # 5 million, in about as many bytes
     for replica in cluster.front.remote():
-        assert replica.look("prefixes", list[Any], tokens) is not None
+        assert replica.look("prefixes", list[Any], PicturePrompt(tokens)) is not None
         assert not replica.lost
+
+
+def test_files_of_sessions_go_through_the_front(cluster: Any, alone: Engine, tmp_path: Path) -> None:
+    session = cluster.front.session("long")
+    session.send(list(range(1, 250)) * 8, max_new_tokens=4, ignore_eos=True).result(120)
+    with httpx.Client(base_url=cluster.url, timeout=120) as client:
+        file = client.get("/v1/sessions/long/snapshot").content
+        assert client.put("/v1/sessions/copy/snapshot", content=file).status_code == 201
+        more = {"tokens": [5], "max_tokens": 3}
+        turns = [client.post(f"/v1/sessions/{name}/send", json=more).json() for name in ("long", "copy")]
+    (tmp_path / "file").write_bytes(file)
+    expected = alone.load_session("here", tmp_path / "file").send([5], max_new_tokens=3).result(120).tokens[0]
+    assert [turn["tokens"] for turn in turns] == [expected, expected]
+    assert all(turn["usage"]["computed_tokens"] <= 2 for turn in turns)
 
 
 def test_an_answer_outlives_a_process_that_is_killed(cluster: Any, alone: Engine) -> None:

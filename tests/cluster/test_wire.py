@@ -27,6 +27,7 @@ from lmstate.cluster.wire import (
 from lmstate.engine import Drained, Engine, QueueFull, SessionBusy
 from lmstate.engine.results import SessionMoved
 from lmstate.errors import RewindError, UnsupportedError
+from lmstate.vision.reader import PicturePrompt
 from tests.cluster.helpers import fleet
 from tests.cluster.test_front import GIVEN, check
 from tests.engine.test_batching import prompt
@@ -52,7 +53,9 @@ PARAMS = st.fixed_dictionaries(
     },
 )
 PROMPTS = st.one_of(
-    st.text(), st.lists(st.integers(0, 40)), st.lists(st.dictionaries(st.text(), st.text(), min_size=1), min_size=1)
+    st.text(),
+    st.builds(PicturePrompt, st.lists(st.integers(0, 40)), source=st.none() | st.lists(st.integers(0, 40)).map(tuple)),
+    st.lists(st.dictionaries(st.text(), st.text(), min_size=1), min_size=1),
 )
 
 
@@ -192,9 +195,10 @@ def test_a_front_looks_into_its_replicas() -> None:
         assert front.draft_report().drafted == 0 or front.draft_report().verified
         front.clear_prefixes()
         assert front.explain(ids).reused == 0
-        for refused in (lambda: front.model.pictures(), lambda: front.session("one")):
-            with pytest.raises(UnsupportedError):
-                refused()
+        with pytest.raises(UnsupportedError, match="checkpoint folders"):
+            front.model.pictures()
+        with pytest.raises(UnsupportedError, match="share no store"):
+            front.session("one")
 
 
 def test_a_text_is_embedded_at_a_replica_that_lives() -> None:

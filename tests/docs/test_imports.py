@@ -51,8 +51,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"responses", "embeddings", "rerank", "tokens"},
     ],
     "lmstate.cluster": [
-        {"key", "scaling", "rolling"},
-        {"placement", "handle", "ray_cluster"},
+        {"key", "scaling", "rolling", "parts"},
+        {"placement", "handle", "ray_cluster", "pictures"},
         {"moving", "wire", "ray_channel"},
         {"front", "remote", "served"},
         {"serving", "replica"},

@@ -15,11 +15,13 @@ import openai
 import pytest
 
 import lmstate
+from lmstate.cluster.serving import FrontFiles
 from lmstate.engine import Engine
 from lmstate.serve import Settings
 from lmstate.serve.wire import picture_sources
 from lmstate.serve.wire.errors import ApiError
 from lmstate.serve.wire.picture_sources import picture_bytes
+from tests.cluster.helpers import fleet
 from tests.serve.running import Running, running
 from tests.vision.test_encode import png, said, saved, saved_with_axes
 
@@ -60,10 +62,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> lmstate.Model:
     return lmstate.load(folder, weights="float32")
 
 
-@pytest.fixture(scope="module")
-def seeing(model: lmstate.Model) -> Iterator[Running]:
-    with Engine(model) as engine, running(engine, Settings("tiny", port=0)) as server:
-        yield server
+@pytest.fixture(scope="module", params=["engine", "front"])
+def seeing(model: lmstate.Model, request: pytest.FixtureRequest) -> Iterator[Running]:
+    """One engine, or a front of two with a tower of its own."""
+    settings = Settings("tiny", port=0)
+    if request.param == "engine":
+        with Engine(model) as engine, running(engine, settings) as server:
+            yield server
+    else:
+        files = FrontFiles(model.tokenizer, model.folder)
+        with fleet(Engine(model), Engine(model), files=files) as (cluster, _), running(cluster.front, settings) as one:
+            yield one
 
 
 @pytest.fixture(scope="module")
@@ -129,9 +138,9 @@ def test_every_protocol_gets_the_answer_of_the_model(
 
 
 def test_a_conversation_goes_on_from_what_was_sampled(
-    model: lmstate.Model, client: openai.OpenAI, claude: anthropic.Anthropic
+    seeing: Running, client: openai.OpenAI, claude: anthropic.Anthropic
 ) -> None:
-    tower = model.pictures().tower
+    tower = seeing.engine.model.pictures().tower
     given: list[Any] = [{"role": "user", "content": openai_parts("a", PICTURE)}]
     first = client.chat.completions.create(model="tiny", messages=given, max_tokens=5, temperature=0)
     runs = tower.runs

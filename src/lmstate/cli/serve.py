@@ -176,7 +176,7 @@ def serve(
         from lmstate.serve import Settings, make_server, read_keys
     except ModuleNotFoundError as error:
         raise ImportError(f"the server needs {error.name}: pip install 'lmstate[serve]'") from None
-    from lmstate.engine.options import as_bytes
+    from lmstate.engine.options import as_bytes, refuse_sources
     from lmstate.engine.pace import Pace
     from lmstate.engine.tiers import check_store, open_records
     from lmstate.engine.tiers.fetch import PatientRecords
@@ -235,6 +235,7 @@ def serve(
         if clustered:
             ending.enter_context(leaves_on_sigterm())  # Ray and the server have handlers of their own later
             front = ending.enter_context(replicated(names[0], replicas, cluster, how)).front
+            refuse_sources(front.model)
             server = make_server(front, settings)
             about = f"{replicas} replicas, {front.rows} rows, context {front.model.context_size or 'any'}"
         elif one and not adapters:

@@ -135,7 +135,8 @@ class FrontReplica:
         """Wait for the engines, and make the application. It closes the front at its end."""
         from ray import serve
 
-        from lmstate.cluster.on_ray import read_tokenizer
+        from lmstate.cluster.serving import FrontFiles
+        from lmstate.engine.options import refuse_sources
         from lmstate.serve import create_app
 
         told = self._spec
@@ -145,8 +146,9 @@ class FrontReplica:
             RayChannel(handle) if rank < told.replicas else SpareChannel(handle, f"{ENGINE}{rank}", running)
             for rank, handle in enumerate(self._handles)
         ]
-        tokenizer = await asyncio.to_thread(read_tokenizer, told.model)
-        cluster = await asyncio.to_thread(Cluster, channels, tokenizer, told.store, least=told.replicas)
+        files = await asyncio.to_thread(FrontFiles.of, told.model)
+        cluster = await asyncio.to_thread(Cluster, channels, files, told.store, least=told.replicas)
+        refuse_sources(cluster.front.model)
         return create_app(cluster.front, settings)
 
 

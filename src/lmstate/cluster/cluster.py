@@ -11,12 +11,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from lmstate.cluster.remote import CallLoop, Channel, RemoteReplica, watch
-from lmstate.cluster.serving import ServingFront
+from lmstate.cluster.serving import FrontFiles, ServingFront
+from lmstate.engine.options import refuse_sources
 
 if TYPE_CHECKING:
     from lmstate.engine.results import ReplicaStatus
     from lmstate.serve import Settings
-    from lmstate.text.tokenizer import Tokenizer
 
 START = 600.0  # seconds that all replicas may take to load their model
 
@@ -27,7 +27,7 @@ class Cluster:
     def __init__(
         self,
         channels: Sequence[Channel],
-        tokenizer: Tokenizer | None,
+        files: FrontFiles,
         store: str | None,
         *,
         seconds: float | None = None,
@@ -50,7 +50,7 @@ class Cluster:
                 except Empty:
                     told = f"{len(replicas)} of {wanted} replicas answered within {seconds:.0f} seconds"
                     raise TimeoutError(f"{told}; Ray's logs say why") from None
-            self.front = ServingFront(replicas, tokenizer, store, loop=self._loop)
+            self.front = ServingFront(replicas, files, store, loop=self._loop)
             self._add = self.front.add
         except BaseException:
             self._loop.close()
@@ -64,12 +64,13 @@ class Cluster:
     def serve(self, settings: Settings) -> str:
         """Serve HTTP on a thread of this process until the cluster is closed, and return the address.
 
-        Raises ValueError for settings that let the network in without a key, OSError where it cannot listen, and
-        RuntimeError if it serves already.
+        Raises ValueError for settings that let the network in without a key, UnsupportedError for a model whose tokens
+        read a source, OSError where it cannot listen, and RuntimeError if it serves already.
         """
         if self._http is not None:
             raise RuntimeError(f"the cluster serves HTTP at {self._http.url} already")
         settings.check()
+        refuse_sources(self.front.model)
         self._http = FrontServer(self.front, settings)
         return self._http.url
 

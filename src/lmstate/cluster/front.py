@@ -18,15 +18,15 @@ from lmstate.cluster.handle import Errand, Listener, ReplicaHandle, ReplicaLost,
 from lmstate.cluster.key import RouteKey, route_key
 from lmstate.cluster.moving import MovingRequest
 from lmstate.cluster.placement import Placement, ReplicaView, RouteCosts
-from lmstate.engine.options import check_length, prompt_ids
+from lmstate.engine.options import check_length, read_prompt, read_sourced, refuse_sourceless
 from lmstate.engine.request import Request
 from lmstate.engine.results import EngineClosed, Load, QueueFull
 from lmstate.engine.session import check_name
 from lmstate.generation.params import SamplingParams, sampling_params
 from lmstate.generation.prompts import are_messages
 from lmstate.generation.thinking import ThinkingFormat
-from lmstate.state.validate import token_ids
 from lmstate.text.replay import Replay
+from lmstate.vision.reader import PicturePrompt
 
 if TYPE_CHECKING:
     from lmstate.engine.serving import ServingModel
@@ -81,9 +81,10 @@ class Front:
 
     def submit(
         self,
-        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | PicturePrompt | None = None,
         params: SamplingParams | None = None,
         *,
+        source: str | Sequence[int] | None = None,
         priority: int = 0,
         deadline: float | None = None,
         session: str | None = None,
@@ -107,14 +108,18 @@ class Front:
         if params.seed is None and not params.greedy:  # another replica draws the same numbers
             params = replace(params, seed=int(torch.randint(2**62, ())))
         ids: list[int] = []
-        told: str | list[int] | list[dict[str, Any]]
-        given: Any = prompt
+        told: str | PicturePrompt | list[dict[str, Any]]
+        if source is not None:
+            if session is not None:
+                raise ValueError("a session and a source were given, and sessions have no sources: leave one out")
+            prompt = read_sourced(self.model, source, prompt)
         if session is None:
             if idempotency_key is not None:
                 raise ValueError("an idempotency_key was given; it is for turns of a session")
-            ids = prompt_ids(self.model, prompt, self._replay, salt)
+            told = self._read(prompt, salt)
+            ids, key = told.tokens, route_key(told.identities, tenant=salt)
+            refuse_sourceless(self.model, told)
             check_length(self.model, ids)
-            key, told = route_key(ids, tenant=salt), ids
         else:
             check_name(session)
             idempotency_key = idempotency_key or uuid4().hex
@@ -123,15 +128,18 @@ class Front:
             elif are_messages(prompt):
                 told = [dict(message) for message in prompt]
             else:
-                told = token_ids(given, "the prompt", self.model.config.vocab_size)
+                told = self._read(prompt, salt)
             key = route_key([], session=session, tenant=salt)
-            key = replace(key, tokens=self._lengths.get(session, 0) + len(prompt))
+            key = replace(key, tokens=self._lengths.get(session, 0) + len(told))
         work = Work(told, params, priority, deadline, itl, session, idempotency_key, salt, sender)
         request = MovingRequest(work, ids, partial(self._send, key), self._movers.submit, self._thinking_format, settle)
         if session is not None:
             request.when_done(partial(self._measure, session))
         request.start()
         return request
+
+    def _read(self, prompt: Any, salt: str) -> PicturePrompt:
+        return read_prompt(self.model, prompt, self._replay, salt)
 
     def _send(
         self, key: RouteKey, work: Work, answered: list[list[int]], listener: Listener, tried: list[str]

@@ -11,6 +11,7 @@ from lmstate.engine.engine import Engine
 from lmstate.engine.request import Request
 from lmstate.engine.results import Completion, EngineError, Load, Piece
 from lmstate.generation.params import SamplingParams
+from lmstate.vision.reader import PicturePrompt
 
 
 class ReplicaLost(EngineError):
@@ -21,7 +22,7 @@ class ReplicaLost(EngineError):
 class Work:
     """A request, whole: it can be given to any replica of the same namespace."""
 
-    prompt: str | list[int] | list[dict[str, Any]]
+    prompt: str | PicturePrompt | list[dict[str, Any]]
     params: SamplingParams  # with a seed, if tokens are drawn
     priority: int = 0
     deadline: float | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -13,9 +13,7 @@ from lmstate.cluster.cluster import Cluster
 from lmstate.cluster.ray_channel import RayChannel
 from lmstate.cluster.ray_cluster import MESSAGES, RayCluster, check_ray
 from lmstate.cluster.replica import EngineReplica, ReplicaSpec
-
-if TYPE_CHECKING:
-    from lmstate.text.tokenizer import Tokenizer
+from lmstate.cluster.serving import FrontFiles
 
 NAME = "lmstate"
 DRAIN = 120.0  # seconds that running answers have when Ray stops a replica
@@ -29,7 +27,7 @@ class RayReplicas(Cluster):
         """`keep`: the replicas go on when it is closed."""
         self._ray, self._apps, self._keep = ray, [f"{name}-{rank}" for rank in range(replicas)], keep
         channels = run_replicas(spec, self._apps)
-        super().__init__(channels, read_tokenizer(spec.model), spec.store)
+        super().__init__(channels, FrontFiles.of(spec.model), spec.store)
 
     def close(self) -> None:
         super().close()
@@ -120,9 +118,3 @@ def engine_deployment(spec: ReplicaSpec) -> Any:
 def carried() -> dict[str, str]:
     """Settings of lmstate that its replicas need as well."""
     return {name: value for name, value in os.environ.items() if name.startswith("LMSTATE_") and "KEY" not in name}
-
-
-def read_tokenizer(model: str) -> Tokenizer | None:
-    from lmstate.checkpoints.open import open_checkpoint
-
-    return open_checkpoint(model, progress=False)[1]

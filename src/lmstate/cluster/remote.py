@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from threading import Lock, Thread
 from typing import Any, Protocol, TypeVar
 from uuid import uuid4
@@ -14,12 +15,18 @@ import torch
 from torch import Tensor
 
 from lmstate.cluster.handle import Listener, ReplicaLost, Told, Work
+from lmstate.cluster.parts import WirePart, parts_of, parts_of_file
+from lmstate.cluster.pictures import PictureMissing, picture_parts, picture_to_wire, without_copies
 from lmstate.cluster.wire import (
+    MOST_MESSAGE,
     WireAnswer,
     WireFacts,
+    WireFile,
     WireNews,
     WireNote,
+    WirePrompt,
     WireQuestion,
+    WireRecord,
     WireView,
     news_of_wire,
     pack,
@@ -27,6 +34,9 @@ from lmstate.cluster.wire import (
     work_to_wire,
 )
 from lmstate.engine.results import EngineError, Load
+from lmstate.engine.session import Record
+from lmstate.state.media import Media
+from lmstate.vision.reader import PicturePrompt
 
 LOG = logging.getLogger(__name__)
 LOOK = 0.25  # seconds between two views of a replica
@@ -34,6 +44,8 @@ QUIET = 3.0  # seconds without a view after which a replica gets no more request
 SILENT = 20.0  # seconds without a view after which it is taken for lost
 CALL = 30.0  # seconds that a question may take
 FLUSH = 60.0  # the same beside the seconds of draining
+FILE = 3600.0  # the same for a session's file
+SENDS = 4  # times that a request is sent whose pictures the replica lets go before it has all
 
 Found = TypeVar("Found")
 
@@ -140,17 +152,39 @@ class RemoteReplica:
         return self._lost is not None
 
     def submit(self, work: Work, answered: list[list[int]], listener: Listener) -> RemoteErrand:
-        """Send a request. Its refusal is the outcome that the listener hears. Raises UnsupportedError, ReplicaLost."""
-        known = [] if work.session is not None else [one for one in work.prompt if isinstance(one, int)]
-        errand = RemoteErrand(self, known)
+        """Send a request. Its refusal is the outcome that the listener hears.
+
+        Raises UnsupportedError, ReplicaLost, and ValueError for a request that is too large to send.
+        """
+        prompt = work.prompt if isinstance(work.prompt, PicturePrompt) else PicturePrompt([])
+        errand = RemoteErrand(self, prompt.tokens if work.session is None else [])
+        pictures = without_copies(prompt.media)
         told = pack(work_to_wire(work, answered, self.id, errand.id))
+        if len(told) > MOST_MESSAGE:
+            raise ValueError(f"the request has {len(told):,} bytes; a front sends at most {MOST_MESSAGE:,}: shorten it")
         with self._lock:
             self._refuse_lost()
             self._listeners[errand] = listener
-        self._loop.begin(self._follow(errand, told))
+        self._loop.begin(self._follow(errand, told, pictures))
         return errand
 
-    async def _follow(self, errand: RemoteErrand, told: bytes) -> None:
+    async def _follow(self, errand: RemoteErrand, told: bytes, pictures: Mapping[str, Media]) -> None:
+        try:
+            for _ in range(SENDS):
+                missing = await self._heard(errand, told)
+                if missing is None:
+                    return
+                for hash in missing.hashes:
+                    await self._send_picture(pictures[hash])
+            self._tell(errand, Told([], 0, None, missing))
+        except ReplicaLost as error:
+            self.lose(error)
+        except Exception as error:
+            LOG.exception("news of a replica could not be taken")
+            self._tell(errand, Told([], 0, None, EngineError(f"the news of a replica failed: {error}")))
+
+    async def _heard(self, errand: RemoteErrand, told: bytes) -> PictureMissing | None:
+        """Tell the listener all news of a request, unless the replica needs pictures before."""
         stream = self._channel.stream("answer", told)
         try:
             async for data in stream:
@@ -158,18 +192,61 @@ class RemoteReplica:
                 if news.prompt is not None:
                     errand.prompt = news.prompt
                 heard = news_of_wire(news)
+                if isinstance(heard.outcome, PictureMissing):
+                    return heard.outcome
                 if isinstance(heard.outcome, ReplicaLost):
                     raise heard.outcome
                 if not self._tell(errand, heard):
-                    return
+                    return None
             raise ReplicaLost(f"replica {self.id} ended an answer without an outcome")
-        except ReplicaLost as error:
-            self.lose(error)
-        except Exception as error:
-            LOG.exception("news of a replica could not be taken")
-            self._tell(errand, Told([], 0, None, EngineError(f"the news of a replica failed: {error}")))
         finally:
             await stream.aclose()
+
+    async def _send_picture(self, media: Media) -> None:
+        upload = await self._upload(picture_parts(media))
+        told = pack(picture_to_wire(media, self.id, upload))
+        unpack(await self._channel.call("picture", told), WireAnswer).read(type(None))
+
+    async def _upload(self, parts: AsyncIterator[bytes]) -> str:
+        """Send bytes in parts, each once the one before arrived. Returns the id to name them by."""
+        id, start = uuid4().hex, 0
+        async for data in parts:
+            part = pack(WirePart(self.id, id, start, data))
+            try:
+                async with asyncio.timeout(CALL):
+                    told = await self._channel.call("part", part)
+            except TimeoutError:
+                raise ReplicaLost(f"replica {self.id} took no part of an upload within {CALL:.0f} seconds") from None
+            unpack(told, WireAnswer).read(type(None))
+            start += len(data)
+        return id
+
+    def load_session(self, name: str, path: Path, salt: str) -> None:
+        """Have it make a session of a file, which is sent. Raises as `Engine.load_session`, and ReplicaLost."""
+
+        async def load() -> None:
+            upload = await self._upload(parts_of_file(path))
+            told = pack(WireFile(self.id, upload, salt, name))
+            unpack(await self._channel.call("load", told), WireAnswer).read(type(None))
+
+        self._refuse_lost()
+        self._loop.run(load(), FILE)
+
+    def save_session(self, record: Record, path: Path, salt: str) -> None:
+        """Write the file of a record, which it makes, to `path`. Raises as `Engine.save_session`, and ReplicaLost."""
+
+        async def save() -> None:
+            upload = await self._upload(parts_of(pack(WireRecord(list(record.tokens), record.to_json()))))
+            stream = self._channel.stream("save", pack(WireFile(self.id, upload, salt)))
+            try:
+                with path.open("wb") as file:
+                    async for told in stream:
+                        await asyncio.to_thread(file.write, unpack(told, WireAnswer).read(bytes))
+            finally:
+                await stream.aclose()
+
+        self._refuse_lost()
+        self._loop.run(save(), FILE)
 
     def _tell(self, errand: RemoteErrand, told: Told) -> bool:
         """Whether more may follow."""
@@ -195,9 +272,12 @@ class RemoteReplica:
         if not self.lost:
             self._loop.begin(send())
 
-    def look(self, about: str, kind: type[Found], tokens: list[int] | None = None, salt: str | None = None) -> Found:
+    def look(
+        self, about: str, kind: type[Found], prompt: PicturePrompt | None = None, salt: str | None = None
+    ) -> Found:
         """Ask about its memory, and wait for the answer. Not for the loop's thread."""
-        return self._asked("look", WireQuestion(about, tokens or [], salt), kind, CALL)
+        told = WirePrompt() if prompt is None else WirePrompt.of(prompt)
+        return self._asked("look", WireQuestion(about, told, salt), kind, CALL)
 
     def _asked(self, method: str, question: WireQuestion, kind: type[Found], seconds: float) -> Found:
         self._refuse_lost()
@@ -206,7 +286,7 @@ class RemoteReplica:
     async def embed(self, tokens: list[int], pooling: str) -> Tensor:
         """As `Engine.embed`, on the loop."""
         self._refuse_lost()
-        asked = pack(WireQuestion("embed", tokens, pooling=pooling))
+        asked = pack(WireQuestion("embed", WirePrompt(tokens), pooling=pooling))
         answer = unpack(await self._channel.call("embed", asked), WireAnswer)
         return torch.tensor(answer.read(list[float]))
 

@@ -53,7 +53,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def engine(self) -> Engine:
         """Load the model, and make an engine of it."""
         import lmstate
-        from lmstate.engine.options import default_rows, refuse_sources
+        from lmstate.engine.options import default_rows
         from lmstate.kv import Quantized
 
         lmstate.set_threads(self.threads)
@@ -66,7 +66,6 @@ class ReplicaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             context_size=self.context_size,
             **options,
         )
-        refuse_sources(model)
         return Engine(
             model,
             rows=self.rows or default_rows(model.device),

@@ -6,17 +6,24 @@ import asyncio
 import os
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 from uuid import uuid4
 
 from lmstate.cluster.handle import ReplicaLost, Told, submitted
+from lmstate.cluster.parts import Uploads, WirePart, parts_of_file
+from lmstate.cluster.pictures import KeptPictures, WirePicture, read_picture
 from lmstate.cluster.wire import (
     WireAnswer,
     WireFacts,
+    WireFile,
     WireNews,
     WireNote,
     WireQuestion,
+    WireRecord,
     WireView,
     WireWork,
     error_to_wire,
@@ -28,6 +35,8 @@ from lmstate.cluster.wire import (
 from lmstate.engine.engine import Engine
 from lmstate.engine.request import Request
 from lmstate.engine.results import Completion, Piece, hit_rate
+from lmstate.engine.session import Record
+from lmstate.errors import SnapshotError
 from lmstate.generation.grammar import Grammar
 
 STALLED = 60.0  # seconds without a token, while there is work, after which an engine is taken for dead
@@ -65,6 +74,7 @@ class ServedEngine:
         self.engine, self.rank, self.id = engine, rank, uuid4().hex
         self._requests: dict[str, Request] = {}
         self._early: OrderedDict[str, list[WireNote]] = OrderedDict()  # of requests that are not here yet
+        self._uploads, self._pictures = Uploads(), KeptPictures()
         self._takes = True
         self._drained = False
         self._done, self._moved = -1.0, monotonic()  # tokens, and when they were fewer
@@ -76,7 +86,7 @@ class ServedEngine:
             WireFacts(
                 self.id, self.rank, os.getpid(), engine.namespace, engine.rows, model.fingerprint, model.config,
                 len(model.blocks), model.max_positions, model.context_size,
-                model.weight_totals, sorted(model.eos_ids), model.defaults,
+                model.weight_totals, sorted(model.eos_ids), model.start_id, model.defaults,
             )
         )  # fmt: skip
 
@@ -89,8 +99,7 @@ class ServedEngine:
         """`WireNews` of a `WireWork`, to the one with the outcome. Closing it cancels the request."""
         try:
             work = unpack(told, WireWork)
-            if work.to != self.id:
-                raise ReplicaLost(f"replica {work.to} was replaced")
+            self._refuse_replaced(work.to)
             request = await asyncio.to_thread(self._submitted, work)
         except Exception as error:
             yield pack(WireNews(error=error_to_wire(error)))
@@ -112,7 +121,7 @@ class ServedEngine:
                 request.cancel()
 
     def _submitted(self, told: WireWork) -> Request:
-        return submitted(self.engine, work_of_wire(told, self._compiled), told.answered)
+        return submitted(self.engine, work_of_wire(told, self._compiled, self._pictures.placed), told.answered)
 
     def _compiled(self, lark: str) -> Grammar:
         return self.engine.model.grammars.compile(lark, "grammar")
@@ -139,14 +148,15 @@ class ServedEngine:
         return await asyncio.to_thread(self._answered, lambda: self._look(unpack(told, WireQuestion)))
 
     def _look(self, question: WireQuestion) -> Any:
-        engine, tokens, salt = self.engine, question.tokens, question.salt
+        engine, prompt, salt = self.engine, question.prompt.read(), question.salt
+        prompt = replace(prompt, media=self._pictures.known(prompt.media))
         looks: dict[str, Callable[[], Any]] = {
             "at_work": engine.at_work,
             "clear_prefixes": lambda: engine.clear_prefixes(salt),
             "drafts": engine.draft_report,
-            "explain": lambda: engine.explain(tokens, salt or ""),
-            "held": lambda: engine.held(tokens, salt or ""),
-            "prefixes": lambda: engine.prefixes(tokens, salt),
+            "explain": lambda: engine.explain(prompt, salt or ""),
+            "held": lambda: engine.held(prompt, salt or ""),
+            "prefixes": lambda: engine.prefixes(prompt.identities, salt),
             "resident": engine.resident,
             "rewind_window": lambda: [engine.rewind_window()],
             "stats": engine.stats,
@@ -160,10 +170,60 @@ class ServedEngine:
         """`WireAnswer`: the numbers of a text's vector."""
         try:
             question = unpack(told, WireQuestion)
-            vector = await asyncio.wrap_future(self.engine.embed(question.tokens, question.pooling))
+            vector = await asyncio.wrap_future(self.engine.embed(question.prompt.ids, question.pooling))
             return pack(WireAnswer(_raw(vector.tolist())))
         except Exception as error:
             return pack(WireAnswer(error=error_to_wire(error)))
+
+    async def part(self, told: bytes) -> bytes:
+        """`WireAnswer`: nothing, once a `WirePart` is here."""
+        return await asyncio.to_thread(self._answered, lambda: self._part(unpack(told, WirePart)))
+
+    def _part(self, part: WirePart) -> None:
+        self._refuse_replaced(part.to)
+        self._uploads.add(part)
+
+    async def picture(self, told: bytes) -> bytes:
+        """`WireAnswer`: nothing, once the `WirePicture` that was uploaded is kept."""
+        return await asyncio.to_thread(self._answered, lambda: self._picture(unpack(told, WirePicture)))
+
+    def _picture(self, told: WirePicture) -> None:
+        self._refuse_replaced(told.to)
+        with self._uploads.taken(told.id) as path:
+            self._pictures.put(read_picture(told, path))
+
+    async def load(self, told: bytes) -> bytes:
+        """`WireAnswer`: nothing, once the session of a `WireFile` that was uploaded is here, and in the store."""
+        return await asyncio.to_thread(self._answered, lambda: self._load(unpack(told, WireFile)))
+
+    def _load(self, told: WireFile) -> None:
+        self._refuse_replaced(told.to)
+        with self._uploads.taken(told.id) as path:
+            try:
+                self.engine.load_session(told.name, path, told.salt)
+            except SnapshotError as error:
+                raise SnapshotError(str(error).replace(str(path), "the file")) from None
+
+    async def save(self, told: bytes) -> AsyncIterator[bytes]:
+        """`WireAnswer`s with the bytes of a file: of the record that a `WireFile` names."""
+        try:
+            with TemporaryDirectory(prefix="lmstate-save-") as folder:
+                path = Path(folder, "session")
+                await asyncio.to_thread(self._save, unpack(told, WireFile), path)
+                async for data in parts_of_file(path):
+                    yield pack(WireAnswer(_raw(data)))
+        except Exception as error:
+            yield pack(WireAnswer(error=error_to_wire(error)))
+
+    def _save(self, told: WireFile, path: Path) -> None:
+        self._refuse_replaced(told.to)
+        with self._uploads.taken(told.id) as uploaded:
+            given = unpack(uploaded.read_bytes(), WireRecord)
+        self.engine.save_session(Record.from_json(given.tokens, given.text), path, told.salt)
+
+    def _refuse_replaced(self, to: str) -> None:
+        if to != self.id:
+            raise ReplicaLost(f"replica {to} was replaced")
 
     async def drain(self, told: bytes) -> bytes:
         """`WireAnswer`: whether the store took all, once running requests ended or were told to go on elsewhere."""

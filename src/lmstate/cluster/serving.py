@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -14,22 +14,24 @@ from torch import Tensor
 
 from lmstate.cluster.front import Front
 from lmstate.cluster.handle import ReplicaLost
-from lmstate.cluster.key import route_key
+from lmstate.cluster.key import RouteKey, route_key
 from lmstate.cluster.placement import RouteCosts
 from lmstate.cluster.remote import CallLoop, RemoteReplica
 from lmstate.cluster.wire import WireFacts
 from lmstate.engine.conversations import Conversations
-from lmstate.engine.options import check_length, prompt_ids
+from lmstate.engine.options import check_length
 from lmstate.engine.prefix.picture import Prefix
 from lmstate.engine.request import Request
 from lmstate.engine.results import EngineClosed, ReplicaStatus, Reuse
 from lmstate.engine.session import Record, Session, check_name
 from lmstate.engine.tiers import RecordStore, open_tier
 from lmstate.engine.tiers.fetch import PatientRecords
-from lmstate.errors import UnsupportedError
+from lmstate.errors import StateError, UnsupportedError
+from lmstate.files.atomic import atomic_write
 from lmstate.generation.params import SamplingParams
 from lmstate.models.config import ModelConfig
 from lmstate.models.describe import WeightTotals
+from lmstate.models.model import OPENING
 from lmstate.speculation import DraftReport
 from lmstate.state.validate import token_ids
 from lmstate.text.grammars.compiler import GrammarCompiler
@@ -38,7 +40,24 @@ from lmstate.text.tokenizer import Tokenizer
 from lmstate.vision.reader import PicturePrompt, PictureReader
 
 NO_STORE = "the replicas share no store, so that there are no sessions: start the server with --store URL"
-NOT_HERE = "is not served by a front of several replicas: ask a server of one"
+NO_REPLICA = "no replica answers now"
+
+
+@dataclass(frozen=True)
+class FrontFiles:
+    """The part of a checkpoint that a front reads: its tokenizer, if it has one, and its folder, for pictures."""
+
+    tokenizer: Tokenizer | None = None
+    folder: Path | None = None
+
+    @staticmethod
+    def of(name: str) -> FrontFiles:
+        """Of the checkpoint of this name, as `lmstate.load` takes it. Raises as that does."""
+        from lmstate.checkpoints.open import open_checkpoint
+
+        opened, tokenizer, _ = open_checkpoint(name, progress=False)
+        path = opened.source.path
+        return FrontFiles(tokenizer, path if path.is_dir() else None)
 
 
 @dataclass
@@ -52,12 +71,15 @@ class RemoteModel:
     context_size: int | None
     weight_totals: WeightTotals
     eos_ids: frozenset[int]
+    start_id: int | None
     defaults: dict[str, Any]
     _tokenizer: Tokenizer | None
+    _folder: Path | None = None
+    _pictures: PictureReader | None = None
     _grammars: GrammarCompiler | None = None
 
     @staticmethod
-    def of(facts: WireFacts, tokenizer: Tokenizer | None) -> RemoteModel:
+    def of(facts: WireFacts, files: FrontFiles) -> RemoteModel:
         return RemoteModel(
             facts.fingerprint,
             facts.config,
@@ -66,8 +88,10 @@ class RemoteModel:
             facts.context_size,
             facts.weights,
             frozenset(facts.eos_ids),
+            facts.start_id,
             facts.defaults,
-            tokenizer,
+            files.tokenizer,
+            files.folder,
         )
 
     @property
@@ -87,13 +111,19 @@ class RemoteModel:
         return self._grammars
 
     def pictures(self) -> PictureReader:
-        """Raises UnsupportedError: replicas are sent text."""
-        raise UnsupportedError(f"a picture {NOT_HERE}")
+        """The reader of its pictures, opened with the first call: a front's tower runs on the CPU."""
+        with OPENING:
+            if self._pictures is None:
+                if self._folder is None:
+                    raise UnsupportedError("pictures are read by models of checkpoint folders")
+                self._pictures = PictureReader.open(self._folder, self.tokenizer)
+            return self._pictures
 
 
 class ServingFront(Front):
     """A front over remote replicas in the place of an engine.
 
+    files  of the checkpoint that the replicas serve
     store  URL of the store that all replicas share; None: there is none, and no sessions
     loop   on which the replicas are called; it is closed with the front
     """
@@ -101,13 +131,13 @@ class ServingFront(Front):
     def __init__(
         self,
         replicas: Sequence[RemoteReplica],
-        tokenizer: Tokenizer | None,
+        files: FrontFiles,
         store: str | None,
         *,
         loop: CallLoop,
         costs: RouteCosts | None = None,
     ) -> None:
-        model = RemoteModel.of(replicas[0].facts, tokenizer)
+        model = RemoteModel.of(replicas[0].facts, files)
         super().__init__(replicas, model, costs=costs or RouteCosts(fetch=None if store is None else 0.01))
         self._tier = None if store is None else open_tier(store, self.namespace, 0)
         self._conversations = Conversations(model, None, Replay(), self._tier)
@@ -120,12 +150,8 @@ class ServingFront(Front):
         """Whether the model has a chat template."""
         return self.model.has_tokenizer and self.model.tokenizer.has_chat_template
 
-    def submit(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> Request:
+    def submit(self, prompt: Any = None, params: SamplingParams | None = None, **options: Any) -> Request:
         """`Front.submit`, that takes a `Session` too."""
-        if isinstance(prompt, PicturePrompt):
-            if prompt.media:
-                self.model.pictures()  # refuses
-            prompt = prompt.tokens
         session, key = options.pop("session", None), options.get("idempotency_key")
         if session is None:
             return super().submit(prompt, params, **options)
@@ -183,11 +209,31 @@ class ServingFront(Front):
     def close_session(self, session: Session) -> None:
         self._conversations.drop(session)
 
-    def save_session(self, record: Record, path: Path, salt: str = "") -> None:
-        raise UnsupportedError(f"a file of a session {NOT_HERE}")
+    def save_session(self, record: Record, path: Path, salt: str = "", name: str | None = None) -> None:
+        """As `Engine.save_session`, at the replica that has the state, or at the next one if that is lost."""
+        lost: ReplicaLost | None = None
+        for replica in self._remote_by_choice(route_key(record.prompt.identities, session=name, tenant=salt)):
+            try:
+                with atomic_write(path) as part:
+                    replica.save_session(record, part, salt)
+                return
+            except ReplicaLost as error:
+                lost = error
+        raise lost or EngineClosed(NO_REPLICA)
 
     def load_session(self, name: str, path: str | os.PathLike[str], salt: str = "") -> Session:
-        raise UnsupportedError(f"a session from a file {NOT_HERE}")
+        """As `Engine.load_session`, at the replica that the session's turns go to then."""
+        self._refuse_storeless()
+        key = route_key([], session=name, tenant=salt)
+        replica = next(self._remote_by_choice(key), None)
+        if replica is None:
+            raise EngineClosed(NO_REPLICA)
+        replica.load_session(name, Path(path), salt)
+        if (session := self.find_session(name, salt)) is None:
+            raise StateError(f"session {name!r} was closed while it was loaded")
+        with self._lock:
+            self._placement.sent(replace(key, tokens=len(session.tokens)), replica.id)
+        return session
 
     def stored_records(self) -> RecordStore | None:
         """Records of others than sessions in the store, for callers that can wait; None without a store."""
@@ -208,18 +254,17 @@ class ServingFront(Front):
         self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | PicturePrompt, salt: str = ""
     ) -> Reuse:
         """Tokens of a prompt that would be reused now where it would go, and why not more."""
-        prompt = prompt.tokens if isinstance(prompt, PicturePrompt) else prompt
-        ids = prompt_ids(self.model, prompt, self._replay, salt)
-        return self._home(ids, salt).look("explain", Reuse, ids, salt)
+        read = self._read(prompt, salt)
+        return self._home(read.identities, salt).look("explain", Reuse, read, salt)
 
     def held(self, tokens: Sequence[int] | PicturePrompt, salt: str = "") -> dict[str, int]:
         """Bytes of a state that has these tokens, by layer kind, where it would go."""
-        tokens = tokens.tokens if isinstance(tokens, PicturePrompt) else tokens
-        return self._home(tokens, salt).look("held", dict[str, int], list(tokens), salt)
+        prompt = tokens if isinstance(tokens, PicturePrompt) else PicturePrompt(list(tokens))
+        return self._home(prompt.identities, salt).look("held", dict[str, int], prompt, salt)
 
     def prefixes(self, tokens: Sequence[int] = (), salt: str | None = None) -> list[Prefix]:
         """The runs of tokens in the prefix store of the replica that a prompt of these tokens would go to."""
-        return self._home(tokens, salt or "").look("prefixes", list[Prefix], list(tokens), salt)
+        return self._home(tokens, salt or "").look("prefixes", list[Prefix], PicturePrompt(list(tokens)), salt)
 
     def rewind_window(self) -> int | None:
         return self._home([0], "").look("rewind_window", list[int | None])[0]
@@ -267,13 +312,12 @@ class ServingFront(Front):
 
     async def _embedded(self, tokens: list[int], pooling: str) -> Tensor:
         lost: ReplicaLost | None = None
-        for replica in self.by_choice(route_key(tokens)):
-            if isinstance(replica, RemoteReplica):
-                try:
-                    return await replica.embed(tokens, pooling)
-                except ReplicaLost as error:
-                    lost = error
-        raise lost or EngineClosed("no replica answers now")
+        for replica in self._remote_by_choice(route_key(tokens)):
+            try:
+                return await replica.embed(tokens, pooling)
+            except ReplicaLost as error:
+                lost = error
+        raise lost or EngineClosed(NO_REPLICA)
 
     def replica_statuses(self) -> list[ReplicaStatus]:
         """The replicas that are not lost, by rank."""
@@ -322,7 +366,9 @@ class ServingFront(Front):
         return [replica for replica in self.replicas if isinstance(replica, RemoteReplica) and not replica.lost]
 
     def _home(self, tokens: Sequence[int], salt: str) -> RemoteReplica:
-        for replica in self.by_choice(route_key(tokens, tenant=salt)):
-            if isinstance(replica, RemoteReplica):
-                return replica
-        raise EngineClosed("no replica answers now")
+        if (replica := next(self._remote_by_choice(route_key(tokens, tenant=salt)), None)) is None:
+            raise EngineClosed(NO_REPLICA)
+        return replica
+
+    def _remote_by_choice(self, key: RouteKey) -> Iterator[RemoteReplica]:
+        return (replica for replica in self.by_choice(key) if isinstance(replica, RemoteReplica))

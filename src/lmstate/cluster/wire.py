@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
 from lmstate.cluster.handle import ReplicaLost, Told, Work
+from lmstate.cluster.pictures import PictureMissing
 from lmstate.engine.results import (
     Completion,
     Drained,
@@ -21,22 +22,25 @@ from lmstate.engine.results import (
     StoreUnreachable,
 )
 from lmstate.engine.session import SessionBusy
-from lmstate.errors import CapacityError, StateError, UnsupportedError
+from lmstate.errors import CapacityError, SnapshotError, StateError, UnsupportedError
 from lmstate.generation.grammar import Grammar
 from lmstate.generation.logprobs import TokenLogprob
 from lmstate.generation.params import SamplingParams
 from lmstate.generation.row import Finish
 from lmstate.models.config import ModelConfig
 from lmstate.models.describe import WeightTotals
+from lmstate.state.media import MediaSpan, spans_from_json, spans_to_json
+from lmstate.vision.reader import PicturePrompt
 
 # Errors that keep their class on the way; what is of a subclass goes as the nearest of these.
 ERRORS: dict[str, type[Exception]] = {
     error.__name__: error
     for error in (
         QueueFull, EngineClosed, StoreUnreachable, SessionBusy, ReplicaLost, CapacityError, UnsupportedError,
-        StateError, EngineError, ValueError, TypeError,
+        SnapshotError, StateError, EngineError, ValueError, TypeError,
     )
 }  # fmt: skip
+MOST_MESSAGE = 2**27  # bytes of a request, half of what Ray is told to let through; longer things go in parts
 Message = TypeVar("Message", bound=msgspec.Struct)
 Found = TypeVar("Found")
 
@@ -48,15 +52,34 @@ class WrittenGrammar(Protocol):
     lark: str
 
 
+class WirePrompt(msgspec.Struct, frozen=True):
+    """Tokens, with their source and with pictures as `spans_to_json` writes them: replicas have these by hash."""
+
+    ids: list[int] = []
+    media: list[Any] = []
+    source: list[int] | None = None
+    seconds: float = 0.0  # that the tower took
+
+    @staticmethod
+    def of(prompt: PicturePrompt) -> WirePrompt:
+        source = None if prompt.source is None else list(prompt.source)
+        return WirePrompt(prompt.tokens, spans_to_json(prompt.media), source, prompt.seconds)
+
+    def read(self) -> PicturePrompt:
+        """Its pictures have no embeddings. Raises SnapshotError for pictures that do not stand in such tokens."""
+        media = tuple(spans_from_json(self.media, self.ids))
+        return PicturePrompt(self.ids, media, self.seconds, None if self.source is None else tuple(self.source))
+
+
 class WireWork(msgspec.Struct, frozen=True):
-    """A request for a replica. One of `text`, `ids` and `messages` is its prompt."""
+    """A request for a replica. Its prompt is one of `text`, `prompt` and `messages`."""
 
     to: str  # the replica
     id: str  # of the request, for `WireNote`
     params: dict[str, Any]  # those that are not at their defaults
     answered: list[list[int]]
     text: str | None = None
-    ids: list[int] | None = None
+    prompt: WirePrompt | None = None
     messages: list[dict[str, Any]] | None = None
     grammar: str | None = None
     priority: int = 0
@@ -94,6 +117,7 @@ class WireError(msgspec.Struct, frozen=True):
     answered: list[list[int]] = []
     seed: int = 0
     generation: int = 0
+    hashes: list[str] = []
 
 
 class WireNews(msgspec.Struct, frozen=True):
@@ -105,6 +129,22 @@ class WireNews(msgspec.Struct, frozen=True):
     prompt: list[int] | None = None
     completion: Completion | None = None
     error: WireError | None = None
+
+
+class WireRecord(msgspec.Struct, frozen=True):
+    """A session's record, as `Record.to_json` writes it."""
+
+    tokens: list[int]
+    text: str
+
+
+class WireFile(msgspec.Struct, frozen=True):
+    """A file of a session: to be read from an upload under a `name`, or to be written of an uploaded `WireRecord`."""
+
+    to: str  # the replica
+    id: str  # of the upload
+    salt: str
+    name: str = ""
 
 
 class WireView(msgspec.Struct, frozen=True):
@@ -132,14 +172,15 @@ class WireFacts(msgspec.Struct, frozen=True):
     context_size: int | None
     weights: WeightTotals
     eos_ids: list[int]
+    start_id: int | None
     defaults: dict[str, Any]
 
 
 class WireQuestion(msgspec.Struct, frozen=True):
-    """A look at a replica's memory. `tokens` and `salt`: of what it is about."""
+    """A look at a replica's memory. `prompt` and `salt`: of what it is about."""
 
     about: str
-    tokens: list[int] = []
+    prompt: WirePrompt = WirePrompt()
     salt: str | None = None
     seconds: float = 0.0
     pooling: str = ""
@@ -191,23 +232,33 @@ def work_to_wire(work: Work, answered: list[list[int]], to: str, id: str) -> Wir
     if params.stop_token_ids:
         told["stop_token_ids"] = sorted(params.stop_token_ids)
     prompt = work.prompt
-    text = prompt if isinstance(prompt, str) else None
-    talk = [one for one in prompt if isinstance(one, dict)] if text is None else []
-    ids = [one for one in prompt if isinstance(one, int)] if text is None and not talk else None
     return WireWork(
-        to, id, told, answered, text, ids, talk or None, grammar.lark if isinstance(grammar, WrittenGrammar) else None,
+        to, id, told, answered,
+        prompt if isinstance(prompt, str) else None,
+        WirePrompt.of(prompt) if isinstance(prompt, PicturePrompt) else None,
+        prompt if isinstance(prompt, list) else None,
+        grammar.lark if isinstance(grammar, WrittenGrammar) else None,
         work.priority, work.deadline, work.itl, work.session, work.key, work.salt, work.sender,
     )  # fmt: skip
 
 
-def work_of_wire(told: WireWork, compiled: Callable[[str], Grammar]) -> Work:
-    """Inverse of `work_to_wire`. Raises ValueError and TypeError for parameters that are out of range or unknown."""
+def work_of_wire(
+    told: WireWork,
+    compiled: Callable[[str], Grammar],
+    placed: Callable[[Sequence[MediaSpan]], tuple[MediaSpan, ...]] = tuple,
+) -> Work:
+    """Inverse of `work_to_wire`. Raises ValueError and TypeError for parameters that are out of range or unknown.
+
+    `placed`: gives pictures their embeddings; raises PictureMissing.
+    """
     params = SamplingParams(**told.params)
     if told.grammar is not None:
         params = replace(params, grammar=compiled(told.grammar))
-    given = [prompt for prompt in (told.text, told.ids, told.messages) if prompt is not None]
+    read = None if told.prompt is None else told.prompt.read()
+    pictured = None if read is None else replace(read, media=placed(read.media))
+    given = [prompt for prompt in (told.text, pictured, told.messages) if prompt is not None]
     if len(given) != 1:
-        raise ValueError(f"a request came with {len(given)} prompts; it has one: text, ids or messages")
+        raise ValueError(f"a request came with {len(given)} prompts; it has one: text, tokens or messages")
     terms = (told.priority, told.deadline, told.itl, told.session, told.key, told.salt, told.sender)
     return Work(given[0], params, *terms)
 
@@ -238,6 +289,8 @@ def error_to_wire(error: BaseException) -> WireError:
         return WireError("Drained", str(error), error.answered, error.seed)
     if isinstance(error, SessionMoved):
         return WireError("SessionMoved", str(error), generation=error.generation)
+    if isinstance(error, PictureMissing):
+        return WireError("PictureMissing", str(error), hashes=error.hashes)
     kind = next((name for name, known in ERRORS.items() if isinstance(error, known)), None)
     if kind is None:
         return WireError("EngineError", f"a replica failed to answer, with {type(error).__name__}; its log says why")
@@ -249,4 +302,6 @@ def error_of_wire(told: WireError) -> Exception:
         return Drained(told.answered, told.seed)
     if told.kind == "SessionMoved":
         return SessionMoved(told.message, told.generation)
+    if told.kind == "PictureMissing":
+        return PictureMissing(told.hashes)
     return ERRORS.get(told.kind, EngineError)(told.message)

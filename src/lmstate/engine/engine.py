@@ -34,6 +34,7 @@ from lmstate.engine.options import (
     check_salt,
     read_prompt,
     read_sourced,
+    refuse_sourceless,
 )
 from lmstate.engine.pace import Pace
 from lmstate.engine.prefix.picture import Prefix, picture, prefixes, resident
@@ -280,8 +281,7 @@ class Engine:
     def _queued(
         self, prompt: PicturePrompt, terms: Terms, messages: Any, session: Session | None, told: list[list[int]]
     ) -> Request:
-        if self.model.start_id is not None and prompt.source is None:
-            raise ValueError(f"a {self.model.config.family} model reads a source: submit(source=...) gives it one")
+        refuse_sourceless(self.model, prompt)
         check_length(self.model, prompt.tokens)
         length = len(prompt.tokens) + max(map(len, told), default=0)
         self._cost.refuse_too_long(length, self._reuse.memory, self._cost.beside(prompt))
@@ -370,8 +370,8 @@ class Engine:
         self._called(take)
         return self.new_session(name, record, salt)
 
-    def save_session(self, record: Record, path: Path, salt: str = "") -> None:
-        """Write a snapshot with a session's record in its notes."""
+    def save_session(self, record: Record, path: Path, salt: str = "", name: str | None = None) -> None:
+        """Write a snapshot with a session's record in its notes. `name`: of the session, if it has one."""
         snapshot = self._called(lambda _: self._held(record.prompt, salt).snapshot(0))
         replace(snapshot, notes=record.to_json()).save(path)
 

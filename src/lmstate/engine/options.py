@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     from lmstate.engine.serving import ServingModel
-    from lmstate.language_model import LanguageModel
-    from lmstate.models.model import Model
     from lmstate.text.replay import Replay
 
 MAX_SALT = 128  # characters
@@ -47,7 +45,7 @@ def read_prompt(model: ServingModel, prompt: Any, replay: Replay, salt: str = ""
     return read
 
 
-def read_sourced(model: LanguageModel, source: Any, prompt: Any) -> PicturePrompt:
+def read_sourced(model: ServingModel, source: Any, prompt: Any) -> PicturePrompt:
     """The ids of a source, and of what the answer begins with. Raises as `read_sources`, ValueError for several."""
     sources, prompts, single = read_sources(model, source, prompt)
     if not single:
@@ -58,7 +56,7 @@ def read_sourced(model: LanguageModel, source: Any, prompt: Any) -> PicturePromp
     return PicturePrompt(prompts[0], source=tuple(ids))
 
 
-def refuse_sources(model: Model) -> None:
+def refuse_sources(model: ServingModel) -> None:
     """Raise UnsupportedError for a model with an encoder, where requests have no sources."""
     if model.start_id is not None:
         raise UnsupportedError(
@@ -100,6 +98,12 @@ def answered_ids(answered: Any, params: SamplingParams, model: ServingModel) -> 
     if longest and not params.greedy and params.seed is None:
         raise ValueError("answered tokens were given without a seed: what was drawn elsewhere is not known here")
     return lists
+
+
+def refuse_sourceless(model: ServingModel, prompt: PicturePrompt) -> None:
+    """Raise ValueError for a prompt without a source, where the model's tokens read one."""
+    if model.start_id is not None and prompt.source is None:
+        raise ValueError(f"a {model.config.family} model reads a source: submit(source=...) gives it one")
 
 
 def check_length(model: ServingModel, ids: Sequence[int]) -> None:

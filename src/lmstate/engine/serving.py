@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence, Sized
 from concurrent.futures import Future
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -70,9 +69,10 @@ class ServingEngine(SessionHost, Protocol):
 
     def submit(
         self,
-        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | PicturePrompt,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | PicturePrompt | None = None,
         params: SamplingParams | None = None,
         *,
+        source: str | Sequence[int] | None = None,
         priority: int = 0,
         deadline: float | None = None,
         session: str | Session | None = None,
@@ -94,8 +94,6 @@ class ServingEngine(SessionHost, Protocol):
     def new_session(self, name: str, record: Record, salt: str = "") -> Session: ...
 
     def load_session(self, name: str, path: str | os.PathLike[str], salt: str = "") -> Session: ...
-
-    def save_session(self, record: Record, path: Path, salt: str = "") -> None: ...
 
     def stored_records(self) -> RecordStore | None: ...
 

@@ -170,7 +170,7 @@ class SessionHost(Protocol):
 
     def new_session(self, name: str, record: Record, salt: str) -> Session: ...
 
-    def save_session(self, record: Record, path: Path, salt: str) -> None: ...
+    def save_session(self, record: Record, path: Path, salt: str, name: str | None = None) -> None: ...
 
     def close_session(self, session: Session) -> None: ...
 
@@ -271,7 +271,7 @@ class Session:
         """Write a snapshot file (see `Snapshot.save`) from which `Engine.load_session` goes on, here or elsewhere."""
         with self._resting() as record:
             copy = record
-        self._engine.save_session(copy, Path(path), self.salt)
+        self._engine.save_session(copy, Path(path), self.salt, self.name)
 
     def close(self) -> None:
         """Forget the session; what was computed for it may go. Ends a request that runs. It takes no others then."""

@@ -12,7 +12,7 @@ from lmstate.errors import StateError, UnsupportedError
 from lmstate.state.validate import token_ids
 
 if TYPE_CHECKING:
-    from lmstate.language_model import LanguageModel
+    from lmstate.language_model import DescribedModel, LanguageModel
     from lmstate.state import State
     from lmstate.text.tokenizer import Tokenizer
 
@@ -96,7 +96,7 @@ def with_source(
 
 
 def read_sources(
-    model: LanguageModel, source: Prompt, prompt: Prompt | None
+    model: DescribedModel, source: Prompt, prompt: Prompt | None
 ) -> tuple[list[list[int]], list[list[int]], bool]:
     """The ids of sources, those of the prompt of each, and whether there is a single one: see `with_source`."""
     tokenizer = model.tokenizer if model.has_tokenizer else None
