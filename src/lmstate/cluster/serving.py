@@ -110,6 +110,10 @@ class RemoteModel:
             self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size)
         return self._grammars
 
+    @property
+    def sees(self) -> bool:
+        return False
+
     def pictures(self) -> PictureReader:
         """The reader of its pictures, opened with the first call: a front's tower runs on the CPU."""
         with OPENING:

@@ -50,6 +50,11 @@ class ServingModel(DescribedModel, Protocol):
     @property
     def weight_totals(self) -> WeightTotals: ...
 
+    @property
+    def sees(self) -> bool:
+        """Whether it takes pictures, as far as its files tell without reading the vision tower."""
+        ...
+
     def pictures(self) -> PictureReader:
         """The reader of its pictures. Raises as `lmstate.Model.encode` does."""
         ...

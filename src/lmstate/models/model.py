@@ -163,6 +163,13 @@ class Model:
             return PicturePrompt(self.tokenizer.chat(messages, **variables))
         return self.pictures().encode(messages, **variables)
 
+    @property
+    def sees(self) -> bool:
+        """Whether it takes pictures, as far as its files tell without reading the vision tower."""
+        from lmstate.vision.tower import has_tower
+
+        return self.folder is not None and has_tower(self.folder)
+
     def pictures(self) -> PictureReader:
         """The reader of its pictures, opened with the first call. Raises as `encode`."""
         from lmstate.vision.reader import PictureReader

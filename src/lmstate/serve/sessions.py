@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import tempfile
@@ -35,6 +36,7 @@ from lmstate.serve.wire.schema.chat import PromptBody
 from lmstate.serve.wire.schema.sessions import RewindBody, SendBody, SessionBody
 from lmstate.serve.wire.sse import DONE, EventStream, comment, data, unless_gone
 from lmstate.serve.wire.tenants import caller
+from lmstate.vision.stored import to_json
 
 if TYPE_CHECKING:
     from lmstate.engine import Completion, Session
@@ -64,7 +66,8 @@ async def list_sessions(service: Service, request: Request) -> ASGIApp:
 async def get(service: Service, request: Request) -> ASGIApp:
     session = await found(service, request)
     text = await asyncio.to_thread(service.tokenizer.decode, session.tokens, False)
-    return json_response({**shown(session), "messages": session.messages, "tokens": session.tokens, "text": text})
+    messages = await asyncio.to_thread(shown_messages, session)
+    return json_response({**shown(session), "messages": messages, "tokens": session.tokens, "text": text})
 
 
 async def delete(service: Service, request: Request) -> ASGIApp:
@@ -277,6 +280,12 @@ async def found(service: Service, request: Request) -> Session:
     if (session := await asyncio.to_thread(find, service, name)) is None:
         raise ApiError(f"there is no session {name[:100]!r}", 404)
     return session
+
+
+def shown_messages(session: Session) -> list[Any]:
+    """Messages of a session as JSON has them, the bytes of pictures in base64."""
+    messages: list[Any] = json.loads(json.dumps(session.messages, default=to_json))
+    return messages
 
 
 def find(service: Service, name: str) -> Session | None:

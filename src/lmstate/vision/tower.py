@@ -7,6 +7,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,16 @@ class Tower:
         while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > KEPT_BYTES:
             self._kept.popitem(last=False)
         return embeddings
+
+
+def has_tower(path: Path) -> bool:
+    """Whether a checkpoint folder has a vision tower that can be opened here, as far as small files tell."""
+    try:
+        family = _family(path)
+    except ModelError:
+        return False
+    described = any((path / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
+    return family in FAMILIES and described and all(map(find_spec, ("transformers", "PIL")))
 
 
 def _family(path: Path) -> str:

@@ -8,14 +8,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from lmstate.errors import ModelError
-from lmstate.serve.answer.pictures import PictureOpener, Pictures, without_marks
+from lmstate.errors import ModelError, StateError
+from lmstate.serve.answer.pictures import Fetch, PictureOpener, Pictures, without_marks
 from lmstate.serve.answer.reasoning import reasoning_of
 from lmstate.serve.tools import HERMES, Tool, ToolFormat, format_of
 from lmstate.serve.wire.body import MAX_DEPTH
 from lmstate.serve.wire.errors import ApiError
+from lmstate.serve.wire.picture_sources import picture_bytes
 from lmstate.serve.wire.tenants import caller
 from lmstate.text.control_tokens import ControlTokens
 from lmstate.text.nesting import is_deeper
@@ -122,7 +124,7 @@ class Renderer:
         self._tokenizer = tokenizer
         self._writer: RendersChats = tokenizer  # what writes conversations, with their pictures if they have some
         self._pictures: Pictures | None = None
-        self._open_pictures, self._hosts = open_pictures, hosts
+        self._open_pictures, self._fetch = open_pictures, partial(picture_bytes, hosts=hosts)
         self._knows_tools = template is not None and "tools" in template
 
     def prompt(self, chat: Chat, tokens: list[int] | None = None) -> Prompt:
@@ -130,17 +132,18 @@ class Renderer:
 
         `tokens`: those of the prompt, where they are known already.
         """
-        return self._seeing(chat)._prompt(chat, tokens)
+        return self.seeing(chat)._prompt(chat, tokens)
 
-    def _seeing(self, chat: Chat) -> Renderer:
-        """One that renders this conversation with its pictures, if it has some."""
-        if not (urls := [url for message in chat.messages for url in message.pictures]):
+    def seeing(self, chat: Chat, fetch: Fetch | None = None) -> Renderer:
+        """One that renders this conversation with its pictures, if it has some. `fetch`: reads them in another way."""
+        urls = [url for message in chat.messages for url in message.pictures]
+        if not urls or self._pictures is not None:
             return self
         if self._open_pictures is None:
             raise ApiError("this model reads text only", param="messages")
         contents = (message.content for message in chat.messages)
         seeing = copy(self)
-        seeing._pictures = Pictures(urls, contents, self._open_pictures, self._hosts)
+        seeing._pictures = Pictures(urls, contents, self._open_pictures, fetch or self._fetch)
         seeing._writer = seeing._pictures.texts
         return seeing
 
@@ -152,8 +155,18 @@ class Renderer:
             tokens = self._replayed(chat, text, links, control)
         if tokens is None:
             tokens = self._encode(text, control)
-        pictured = PicturePrompt(tokens) if self._pictures is None else self._pictures.texts.prompt(tokens)
+        try:
+            pictured = self.pictured(tokens)
+        except StateError:  # in an earlier answer the model sampled the mark of a picture: its text has none
+            pictured = self.pictured(self._encode(text, control))
         return Prompt(pictured, control.show(text), links[-1], chat.continued)
+
+    def pictured(self, tokens: list[int]) -> PicturePrompt:
+        """The tokens of the conversation that it sees, with the pictures of it.
+
+        Raises `StateError` where they have other places than the pictures take.
+        """
+        return PicturePrompt(tokens) if self._pictures is None else self._pictures.texts.prompt(tokens)
 
     def _hidden(self, chat: Chat) -> tuple[Chat, ControlTokens]:
         """The conversation with control tokens in its texts hidden from the template and the tokenizer."""
@@ -194,7 +207,7 @@ class Renderer:
 
     def after(self, chat: Chat, answered: int, tokens: list[int], end: int | None) -> list[int] | None:
         """The tokens of `chat` whose first `answered` messages are exactly `tokens`."""
-        seeing = self._seeing(chat)
+        seeing = self.seeing(chat)
         chat, control = seeing._hidden(chat)
         before = seeing._text(chat, chat.messages[:answered], generation=False)
         return seeing._resume(tokens, end, before, seeing._text(chat, chat.messages), control)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lmstate.errors import ModelError, StateError
 from lmstate.serve.wire.errors import ApiError
-from lmstate.serve.wire.picture_sources import picture_bytes
 from lmstate.vision.reader import MOST_PICTURES, name_of, picture_part
 
 if TYPE_CHECKING:
     from lmstate.vision.reader import PicturedTexts, PictureReader
 
 PictureOpener: TypeAlias = "Callable[[], PictureReader]"
+Fetch: TypeAlias = Callable[[str], bytes]  # the file that a URL has or names; raises `ApiError`
 # Private characters around the digest of a URL: a text that has them for a picture of its conversation means it.
 MARK = re.compile("\U000f0000([0-9a-f]{64})\U000f0001")
 
@@ -33,7 +33,7 @@ def without_marks(text: str) -> str:
 class Pictures:
     """The pictures of a conversation, as its template and its tokenizer take them."""
 
-    def __init__(self, urls: Iterable[str], texts: Iterable[str], open: PictureOpener, hosts: Sequence[str]) -> None:
+    def __init__(self, urls: Iterable[str], texts: Iterable[str], open: PictureOpener, fetch: Fetch) -> None:
         """`urls`: those that its messages have. `texts`: their contents, in order. Raises `ApiError`."""
         known = {picture_mark(url): url for url in urls}
         placed = [known[mark[0]] for text in texts for mark in MARK.finditer(text) if mark[0] in known]
@@ -41,7 +41,7 @@ class Pictures:
             raise ApiError(f"the conversation has {len(placed)} pictures; it may have {MOST_PICTURES}")
         try:
             reader = open()  # a model without pictures says so before any is fetched
-            files = {url: picture_bytes(url, hosts) for url in dict.fromkeys(placed)}
+            files = {url: fetch(url) for url in dict.fromkeys(placed)}
             self.texts: PicturedTexts = reader.texts([files[url] for url in placed])
         except (StateError, ModelError) as error:
             raise ApiError(str(error), param="messages") from None

@@ -132,6 +132,11 @@ class Service:
         """Tokens that a sequence may have: what the model was made for, or was loaded for."""
         return self.model.context_size
 
+    @property
+    def sees(self) -> bool:
+        """Whether messages may have pictures."""
+        return self.engine.chats and self.model.sees
+
     def submit(
         self,
         prompt: Any,

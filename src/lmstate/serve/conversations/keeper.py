@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
 from lmstate.engine.results import Drained, EngineError, Piece
-from lmstate.engine.session import Moment, Record
+from lmstate.engine.session import Moment
 from lmstate.serve.answer.answers import Answer, usage_details
 from lmstate.serve.answer.handlers import log
-from lmstate.serve.answer.messages import Chat, Prompt
+from lmstate.serve.answer.messages import Prompt
 from lmstate.serve.answer.sampling import sampling_params
 from lmstate.serve.answer.service import Service, ToolUse
+from lmstate.serve.conversations.branch_prompts import BranchPrompts
 from lmstate.serve.conversations.live import Live
 from lmstate.serve.conversations.markdown import GrowingMarkdown, render_blocks
 from lmstate.serve.conversations.store import STILL_SECONDS, ConversationMoved, ConversationStore
@@ -28,6 +29,7 @@ from lmstate.serve.wire.ids import new_id
 from lmstate.serve.wire.owned_records import STORE_ERRORS, OwnedRecords
 from lmstate.serve.wire.schema.sessions import PageSettings
 from lmstate.serve.wire.tenants import caller
+from lmstate.state.media import Spans
 from lmstate.vision.reader import PicturePrompt
 
 if TYPE_CHECKING:
@@ -44,15 +46,6 @@ UNTITLED = "New conversation"
 FINISHED = {"eos": "done", "stop": "done", "length": "length", "capacity": "length"}
 
 
-@dataclass(frozen=True)
-class PromptPlan:
-    """The prompt of an answer: the first `base` tokens of the answer before it, then `added`."""
-
-    base: int
-    added: list[int]
-    tokens: list[int]
-
-
 class Keeper:
     """Opens, answers and forgets conversations. For the event loop's thread; what takes time runs beside it."""
 
@@ -61,18 +54,23 @@ class Keeper:
         self.epoch = new_id("", 12)  # versions of an earlier run of the server, or of another one, mean nothing
         self.store = ConversationStore(records, service.model.fingerprint)
         self.shared = records.shared
+        self.branches = BranchPrompts(service, self.store)
         self._open: dict[str, Live] = {}  # by the stored forms of ids
         self._closing = asyncio.Event()
 
     # ---- conversations: what cannot be stored is refused, and changes nothing
 
     async def create(
-        self, title: str = "", settings: dict[str, Any] | None = None, nodes: Sequence[MessageNode] = ()
+        self,
+        title: str = "",
+        settings: dict[str, Any] | None = None,
+        nodes: Sequence[MessageNode] = (),
+        pictures: Mapping[str, bytes] | None = None,
     ) -> Live:
         conversation = Conversation(new_id("c", 12), title or UNTITLED, time(), settings or {})
         conversation.nodes = {node.id: replace(node, writer=self.epoch) for node in nodes}
         live = Live(conversation)
-        await self._save(live, conversation, *conversation.nodes.values())
+        await self._save(live, conversation, *conversation.nodes.values(), pictures=pictures)
         self._open[caller().stored(conversation.id)] = live
         return live
 
@@ -158,33 +156,46 @@ class Keeper:
 
     # ---- answers
 
-    async def say(self, live: Live, parent: MessageNode | None, text: str) -> tuple[MessageNode, MessageNode]:
-        """A message of the user below `parent`, and the answer to it, which begins to be written."""
+    async def say(
+        self,
+        live: Live,
+        parent: MessageNode | None,
+        text: str,
+        names: list[str],
+        new: Mapping[str, bytes],
+    ) -> tuple[MessageNode, MessageNode]:
+        """A message of the user below `parent`, and the answer to it, which begins to be written.
+
+        `names`: its pictures, of which `new` has those that the conversation does not have yet.
+        """
         if parent is not None and parent.role != "assistant":
             raise ApiError("a message follows an answer: answer the message before it first", param="parent")
         if parent is not None and parent.status == "running":
             raise ApiError("the answer above is still being written: wait for it, or stop it", 409, param="parent")
-        user = MessageNode(new_id("m", 10), None if parent is None else parent.id, "user", text, created=time())
-        answer = await self._answer(live, user, new=True)
+        user = MessageNode(new_id("m", 10), None if parent is None else parent.id, "user", text, names, created=time())
+        answer = await self._answer(live, user, new)
         return user, answer
 
     async def answer(self, live: Live, user: MessageNode) -> MessageNode:
         """Another answer to a message."""
         if user.role != "user":
             raise ApiError("only a message of the user can be answered", param="parent")
-        return await self._answer(live, user, new=False)
+        return await self._answer(live, user)
 
-    async def _answer(self, live: Live, user: MessageNode, *, new: bool) -> MessageNode:
+    async def _answer(self, live: Live, user: MessageNode, pictures: Mapping[str, bytes] | None = None) -> MessageNode:
+        """`pictures`: the new ones of a message that is new itself."""
         conversation = live.conversation
         system = conversation.settings.get("system") or ""
-        plan = await asyncio.to_thread(self._plan, conversation, user, system)
-        request = self._submit(live, plan.tokens, other=bool(conversation.children(user.id)))
+        plan = await asyncio.to_thread(self.branches.plan, conversation, user, system, pictures or {})
+        base, prompt = plan.base, plan.prompt
+        request = self._submit(live, prompt, other=bool(conversation.children(user.id)))
         answer = MessageNode(new_id("m", 10), user.id, "assistant", status="running", created=time(), system=system)
-        answer.base, answer.added, answer.start = plan.base, plan.added, len(plan.tokens)
+        answer.base, answer.added, answer.start = base, prompt.tokens[base:], len(prompt.tokens)
         title = conversation.title
         if title == UNTITLED:
-            title = " ".join(user.text.split())[:60] or UNTITLED
-        await self._begin(live, answer, request, [user, answer] if new else [answer], title)
+            title = " ".join(user.text.split())[:60] or ("A picture" if user.pictures else UNTITLED)
+        changed = [answer] if pictures is None else [user, answer]
+        await self._begin(live, answer, request, prompt.media, changed, title, pictures)
         return answer
 
     async def go_on(self, live: Live, answer: MessageNode) -> MessageNode:
@@ -192,19 +203,20 @@ class Keeper:
         self._refuse_unended(live, answer)
         if answer.end is not None:
             raise ApiError("the answer ended by itself: there is nothing to continue", 409)
+        prompt = await self._pictured_end(live, answer)
         conversation = live.conversation
-        request = self._submit(live, conversation.tokens(answer))
+        request = self._submit(live, prompt)
         begun = replace(answer, status="running", error="", added=[*answer.added], logprobs=[*answer.logprobs])
         if conversation.children(answer.id):  # what was said after it was said after what it is now
             begun.id, begun.created = new_id("m", 10), time()
-        await self._begin(live, begun, request, [begun])
+        await self._begin(live, begun, request, prompt.media, [begun])
         return begun
 
     async def fork(self, live: Live, answer: MessageNode, at: int, token: int) -> MessageNode:
         """An answer beside this one: the same up to its own token number `at`, then `token`."""
         self._refuse_unended(live, answer)
-        conversation = live.conversation
-        whole = conversation.tokens(answer)
+        prompt = await self._pictured_end(live, answer)
+        whole = prompt.tokens
         if not 0 <= at < len(answer.logprobs):
             raise ApiError(f"at must be a token of the answer, 0 to {len(answer.logprobs) - 1}", param="at")
         if token in self.service.model.eos_ids:
@@ -212,12 +224,12 @@ class Keeper:
         kept = len(whole) - answer.start - at
         top = answer.logprobs[at][1]
         tokens = [*whole[: len(whole) - kept], token]
-        request = self._submit(live, tokens)
+        request = self._submit(live, replace(prompt, tokens=tokens))
         other = replace(answer, id=new_id("m", 10), status="running", error="", created=time(), end=None, usage={})
         other.added = [*answer.added[: len(answer.added) - kept], token]
         other.logprobs = [*answer.logprobs[:at], (dict(top).get(token, -math.inf), list(top))]
         other.text = other.reasoning = ""
-        await self._begin(live, other, request, [other])
+        await self._begin(live, other, request, prompt.media, [other])
         return other
 
     def stop(self, live: Live, answer: MessageNode) -> None:
@@ -230,26 +242,17 @@ class Keeper:
         if answer.role != "assistant" or answer.status == "running" or answer.id in live.running:
             raise ApiError("only an answer that is no longer written can be gone on with", 409)
 
+    async def _pictured_end(self, live: Live, answer: MessageNode) -> PicturePrompt:
+        """All tokens up to the end of an answer that may be gone on with, also when its pictures have been read."""
+        prompt = await asyncio.to_thread(self.branches.prompt, live.conversation, answer)
+        self._refuse_unended(live, answer)
+        if live.conversation.nodes.get(answer.id) is not answer:
+            raise ApiError("another server of this store changed the answer meanwhile: try again", 409)
+        return prompt
+
     # ---- the parts of it
 
-    def _plan(self, conversation: Conversation, user: MessageNode, system: str) -> PromptPlan:
-        """The prompt of a message: the tokens of the conversation as they were sampled, then what is new."""
-        before = conversation.answer_before(user)
-        known = conversation.tokens(before)
-        renderer = self.service.renderer
-        if not self.service.engine.chats:
-            added = self.service.tokenizer.encode(user.text, add_special_tokens=not known)
-            return PromptPlan(len(known), added, [*known, *added])
-        chat = Chat(conversation.messages(user, system))
-        tokens = None
-        if before is not None and known and before.system == system:
-            tokens = renderer.after(chat, len(chat.messages) - 1, known, before.end)
-        if tokens is None or tokens[: len(known)] != known:
-            tokens = renderer.prompt(chat).tokens
-            return PromptPlan(0, tokens, tokens)
-        return PromptPlan(len(known), tokens[len(known) :], tokens)
-
-    def _submit(self, live: Live, tokens: list[int], *, other: bool = False) -> Request:
+    def _submit(self, live: Live, prompt: PicturePrompt, *, other: bool = False) -> Request:
         if live.deleted:
             raise ApiError("the conversation was deleted", 404)
         settings = live.conversation.settings
@@ -257,11 +260,18 @@ class Keeper:
         if other and params.greedy and "temperature" not in settings:
             params = replace(params, temperature=OTHER)  # the likeliest answer is there already
         return self.service.submit(
-            tokens, params, max_new_tokens=settings.get("max_tokens"), priority=settings.get("priority") or 0
+            prompt, params, max_new_tokens=settings.get("max_tokens"), priority=settings.get("priority") or 0
         )
 
     async def _begin(
-        self, live: Live, answer: MessageNode, request: Request, changed: list[MessageNode], title: str | None = None
+        self,
+        live: Live,
+        answer: MessageNode,
+        request: Request,
+        media: Spans,
+        changed: list[MessageNode],
+        title: str | None = None,
+        pictures: Mapping[str, bytes] | None = None,
     ) -> None:
         """Store the messages that are new, then begin to write the answer. A refusal has changed nothing."""
         conversation = live.conversation
@@ -271,7 +281,8 @@ class Keeper:
         updated = time()
         live.running[answer.id] = request
         try:
-            await self._save(live, replace(conversation, updated=updated), *changed, title=title)
+            begun = replace(conversation, updated=updated)
+            await self._save(live, begun, *changed, title=title, pictures=pictures)
         except BaseException:
             request.cancel()
             del live.running[answer.id]
@@ -279,7 +290,7 @@ class Keeper:
         conversation.title, conversation.updated = title or conversation.title, updated
         conversation.nodes |= {node.id: node for node in changed}
         live.touch(*changed)
-        task = asyncio.get_running_loop().create_task(self._write(live, answer, request))
+        task = asyncio.get_running_loop().create_task(self._write(live, answer, request, media))
         live.tasks.add(task)
         task.add_done_callback(live.tasks.discard)
 
@@ -290,15 +301,16 @@ class Keeper:
         *nodes: MessageNode,
         title: str | None = None,
         settings: dict[str, Any] | None = None,
+        pictures: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Store these messages of a conversation, as they are now, its title and its settings."""
+        """Store these messages of a conversation, as they are now, with new pictures, its title and its settings."""
         copies = [node.copy() for node in nodes]
         async with live.saving:
             if live.deleted:
                 raise ApiError("the conversation was deleted", 404)
-            change = partial(self.store.put, conversation, *copies, title=title, settings=settings)
+            put = partial(self.store.put, conversation, *copies, title=title, settings=settings, pictures=pictures)
             try:
-                generation = await asyncio.to_thread(change)
+                generation = await asyncio.to_thread(put)
             except ConversationMoved:
                 raise ApiError(
                     "another server of this store changed the conversation meanwhile: try again", 409
@@ -306,7 +318,7 @@ class Keeper:
             if generation == live.conversation.generation + 1:  # else others' changes are adopted with the next look
                 live.conversation.generation = generation
 
-    async def _write(self, live: Live, answer: MessageNode, request: Request) -> None:
+    async def _write(self, live: Live, answer: MessageNode, request: Request, media: Spans) -> None:
         """Take an answer's pieces into the conversation, to its end."""
         status, wrong, ended = "stopped", "", asyncio.Event()
         saving = asyncio.create_task(self._save_progress(live, answer, ended))
@@ -328,7 +340,7 @@ class Keeper:
             live.running.pop(answer.id, None)
             if live.conversation.nodes.get(answer.id) is answer and not live.deleted:
                 live.grew(answer, blocks)
-                await self.hold(live.conversation, answer)
+                await self.hold(live.conversation, answer, media)
                 if not saved:
                     await self._save_later(live, answer)
 
@@ -423,9 +435,15 @@ class Keeper:
         prompt = Prompt(PicturePrompt(tokens), self.service.tokenizer.decode(tokens[-64:], False), b"")
         return self.service.maker(prompt, ToolUse()).answers(1)[0]
 
-    async def hold(self, conversation: Conversation, answer: MessageNode) -> None:
-        """Let a session stand at the end of a branch: what going on from there needs then stays in memory."""
-        above, record = conversation.answer_before(answer), self.record(conversation, answer)
+    async def hold(self, conversation: Conversation, answer: MessageNode, media: Spans = ()) -> None:
+        """Let a session stand at the end of a branch: what going on from there needs then stays in memory.
+
+        `media`: the pictures among its tokens. Such a session has no messages: they would hold each picture once more.
+        """
+        above, record = conversation.answer_before(answer), self.branches.record(conversation, answer)
+        record.media = list(media)
+        if conversation.pictures(answer):
+            record.messages, record.turns = [], [Moment(turn.tokens, 0) for turn in record.turns]
         before = [caller().stored(session_name(conversation.id, one.id)) for one in (above, answer) if one is not None]
         salt = caller().salt()
 
@@ -439,25 +457,6 @@ class Keeper:
             await asyncio.to_thread(move)
         except Exception as error:  # the engine is closing, or the session was made meanwhile; nothing is lost
             log.info("the session of an answer was not made: %s", error)
-
-    def record(self, conversation: Conversation, answer: MessageNode) -> Record:
-        """A branch as a session's record. Its messages tell where in the tokens each answer lies."""
-        messages: list[dict[str, Any]] = []
-        if answer.system:
-            messages.append({"role": "system", "content": answer.system})
-        turns, length = [Moment(0, 0)], 0
-        for node in conversation.path(answer):
-            message: dict[str, Any] = {"role": node.role, "content": node.text}
-            if node.role == "assistant":
-                whole = node.base == length
-                length = node.base + len(node.added)
-                message["lmstate"] = {"start": node.start, "stop": length, "end": node.end, "whole": whole}
-            messages.append(message)
-            if node.role == "assistant":
-                turns.append(Moment(length, len(messages)))
-        tokens = conversation.tokens(answer)
-        turns = [turn for turn in turns[:-1] if turn.tokens <= len(tokens)]
-        return Record(tokens, messages, turns)
 
     def _close_sessions(self, conversation: str) -> None:
         for name in self.service.engine.sessions():

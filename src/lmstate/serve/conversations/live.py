@@ -131,6 +131,7 @@ class Live:
             "id": node.id,
             "parent": node.parent,
             "role": node.role,
+            "pictures": node.pictures,
             "status": node.status,
             "error": node.error or (UNSAVED if node.id in self.unsaved else ""),
             "reasoning": node.reasoning,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from math import exp
 from time import time
@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.background import BackgroundTask
 from starlette.requests import Request
-from starlette.responses import FileResponse
+from starlette.responses import FileResponse, Response
 from starlette.types import ASGIApp
 
 from lmstate.engine.session import Session
@@ -21,16 +21,22 @@ from lmstate.serve.answer.sampling import check_ids
 from lmstate.serve.answer.service import Service
 from lmstate.serve.conversations.keeper import Keeper, session_name
 from lmstate.serve.conversations.live import Live
+from lmstate.serve.conversations.page import HEADERS
 from lmstate.serve.conversations.tree import Conversation, MessageNode
 from lmstate.serve.sessions import done, received, temporary
 from lmstate.serve.wire.body import wrong
 from lmstate.serve.wire.errors import ApiError
 from lmstate.serve.wire.ids import new_id
+from lmstate.serve.wire.picture_sources import picture_bytes
 from lmstate.serve.wire.schema.sessions import PageConversation, PageFork, PageMessage
 from lmstate.serve.wire.sse import EventStream, comment, data
 from lmstate.serve.wire.tenants import caller
+from lmstate.vision.pictures import read_picture
+from lmstate.vision.reader import MOST_PICTURES, PicturePrompt, name_of
 
 MOST_PREFIXES, MOST_BACK = 200, 20  # of the store, and of earlier answers, that the panel of the state tells of
+# The first bytes of a picture's file, and its type.
+KINDS = {b"\x89PNG": "image/png", b"\xff\xd8": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
 WAIT, LOOK = 5.0, 0.5  # seconds after which a page that hears nothing is told so; between looks for the server's end
 
 
@@ -52,6 +58,7 @@ async def about(service: Service, request: Request) -> ASGIApp:
             "context": service.context,
             "max_tokens": service.settings.max_new_tokens,
             "chats": service.engine.chats,
+            "pictures": service.sees,
             "kept": service.settings.lasting_folder is not None or keeper(request).shared,
             "temperature": suggested.temperature,
             "top_p": suggested.top_p,
@@ -119,17 +126,44 @@ async def changes(kept: Keeper, live: Live, seen: int) -> AsyncIterator[bytes]:
 
 
 async def say(service: Service, request: Request, body: PageMessage) -> ASGIApp:
-    """`text` below the answer `parent` (null: it begins the conversation). Without a text: another answer."""
+    """`text` and `pictures` below the answer `parent` (null: it begins the conversation); neither: another answer."""
     live = await opened(request)
     parent = node_of(live, body.parent)
-    if body.text is not None:
-        if not body.text.strip():
+    if body.text is not None or body.pictures:
+        text = body.text or ""
+        if not text.strip() and not body.pictures:
             raise wrong("text", "a message that is not empty", body.text)
-        user, answer = await keeper(request).say(live, parent, body.text)
+        names, new = await asyncio.to_thread(read_pictures, live.conversation, body.pictures)
+        user, answer = await keeper(request).say(live, parent, text, names, new)
         return json_response({"user": user.id, "answer": answer.id}, 201)
     if parent is None:
         raise wrong("parent", "a message to be answered", None)
     return json_response({"answer": (await keeper(request).answer(live, parent)).id}, 201)
+
+
+def read_pictures(conversation: Conversation, given: Sequence[str]) -> tuple[list[str], dict[str, bytes]]:
+    """(the names of pictures, the files of those that are new to the conversation). Raises `ApiError`."""
+    names, new = list[str](), dict[str, bytes]()
+    for index, one in enumerate(given):
+        if not conversation.has_picture(one):
+            if one[:5].lower() != "data:":
+                raise wrong(f"pictures[{index}]", "a data URL, or the SHA-256 of a picture of the conversation", one)
+            content = picture_bytes(one, ())
+            one = name_of(content)
+            if not conversation.has_picture(one):
+                new[one] = content
+        names.append(one)
+    return names, new
+
+
+async def picture(service: Service, request: Request) -> ASGIApp:
+    """The file of a picture, for those who may see the conversation."""
+    live, name = await opened(request), request.path_params["name"]
+    if not live.conversation.has_picture(name):
+        raise ApiError(f"the conversation has no picture {name[:100]!r}", 404)
+    content = await asyncio.to_thread(keeper(request).branches.picture, live.conversation, name)
+    kind = next((kind for start, kind in KINDS.items() if content.startswith(start)), "application/octet-stream")
+    return Response(content, headers={**HEADERS, "cache-control": "no-store"}, media_type=kind)
 
 
 async def go_on(service: Service, request: Request) -> ASGIApp:
@@ -177,11 +211,11 @@ async def state(service: Service, request: Request) -> ASGIApp:
     """State of a branch: bytes, what going on and going back would compute, and the prefixes that are kept."""
     live, node = await found(request)
     answer = node if node.role == "assistant" else live.conversation.answer_before(node)
-    held = live.conversation.tokens(answer)
-    if answer is None or not held:
+    if answer is None or not live.conversation.tokens(answer):
         raise ApiError("nothing was computed for this branch yet", 409)
-    engine, salt = service.engine, caller().salt()
-    kept = await asyncio.to_thread(engine.prefixes, held, salt)
+    engine, salt, kept_by = service.engine, caller().salt(), keeper(request)
+    held = await asyncio.to_thread(kept_by.branches.prompt, live.conversation, answer)
+    kept = await asyncio.to_thread(engine.prefixes, held.identities, salt)
     own = [one for one in kept if one.branch]
     shown = kept if len(kept) <= MOST_PREFIXES else own[-MOST_PREFIXES:]
     return json_response(
@@ -193,7 +227,7 @@ async def state(service: Service, request: Request) -> ASGIApp:
             "shared_bytes": sum(one.nbytes for one in own if one.shared),
             "own_bytes": sum(one.nbytes for one in own if not one.shared),
             "rewind": await asyncio.to_thread(engine.rewind_window),
-            "back": await asyncio.to_thread(back, service, live.conversation, answer),
+            "back": await asyncio.to_thread(back, kept_by, live.conversation, answer, held),
             "reuse": asdict(await asyncio.to_thread(engine.explain, held, salt)),
             "usage": answer.usage,
             "session": session_name(live.conversation.id, answer.id),
@@ -203,15 +237,20 @@ async def state(service: Service, request: Request) -> ASGIApp:
     )
 
 
-def back(service: Service, conversation: Conversation, answer: MessageNode) -> list[dict[str, Any]]:
+def back(kept: Keeper, conversation: Conversation, answer: MessageNode, held: PicturePrompt) -> list[dict[str, Any]]:
     """Costs of going back to each earlier answer of a branch: the tokens up to it, and how many are computed again."""
     above = [node for node in conversation.path(answer)[:-1] if node.role == "assistant"][-MOST_BACK:]
     told = []
     for node in reversed(above):
-        held = conversation.tokens(node)
+        tokens = conversation.tokens(node)
+        if tokens == held.tokens[: len(tokens)]:
+            media = tuple(span for span in held.media if span.end <= len(tokens))
+        else:
+            media = kept.branches.prompt(conversation, node).media
         # With a token behind them: their own last logits are not needed to go on.
-        reused = min(service.engine.explain([*held, held[0]], caller().salt()).reused, len(held))
-        told.append({"id": node.id, "tokens": len(held), "computed": len(held) - reused})
+        asked = PicturePrompt([*tokens, tokens[0]], media)
+        reused = min(kept.service.engine.explain(asked, caller().salt()).reused, len(tokens))
+        told.append({"id": node.id, "tokens": len(tokens), "computed": len(tokens) - reused})
     return told
 
 
@@ -232,7 +271,8 @@ async def download(service: Service, request: Request) -> ASGIApp:
     live, answer = await found(request)
     if answer.role != "assistant" or answer.status == "running":
         raise ApiError("a branch is saved at the end of an answer that is no longer written", 409)
-    record, path = keeper(request).record(live.conversation, answer), temporary()
+    record = await asyncio.to_thread(keeper(request).branches.whole_record, live.conversation, answer)
+    path = temporary()
     try:
         await done(lambda: service.engine.save_session(record, path, caller().salt()))
     except BaseException:
@@ -248,32 +288,42 @@ async def upload(service: Service, request: Request) -> ASGIApp:
     async with received(service, request) as path:
         session = await done(lambda: service.engine.load_session(name, path, caller().salt()))
     try:
-        nodes, system = nodes_of(session)
+        nodes, system, pictures = await asyncio.to_thread(nodes_of, service, session)
     finally:
         await asyncio.to_thread(session.close)
     title = " ".join(nodes[0].text.split())[:60] if nodes else ""
-    live = await kept.create(title, {"system": system} if system else {}, nodes)
+    live = await kept.create(title, {"system": system} if system else {}, nodes, pictures)
     if nodes and nodes[-1].role == "assistant":
-        await kept.hold(live.conversation, nodes[-1])
+        end = await asyncio.to_thread(kept.branches.prompt, live.conversation, nodes[-1])
+        await kept.hold(live.conversation, nodes[-1], end.media)
     return json_response({"id": live.conversation.id}, 201)
 
 
-def nodes_of(session: Session) -> tuple[list[MessageNode], str]:
-    """(one branch of messages, the system prompt). Raises `ApiError` for a session that is not a chat."""
+def nodes_of(service: Service, session: Session) -> tuple[list[MessageNode], str, dict[str, bytes]]:
+    """(one branch of messages, the system prompt, files of pictures by their names).
+
+    Raises `ApiError` for a session that is not a chat, or has pictures that are damaged or that the model cannot see.
+    """
     tokens, system, nodes, length = session.tokens, "", list[MessageNode](), 0
+    pictures: dict[str, bytes] = {}
     told = session.messages
     if not told:
         raise ApiError("the file holds plain text, no messages: send it to /v1/sessions/NAME/snapshot")
     for index, message in enumerate(told):
-        role, text = message.get("role"), message.get("content")
+        role, (text, files) = message.get("role"), parted_content(message.get("content"))
         if not isinstance(text, str) or role not in ("system", "user", "assistant"):
             raise ApiError("the file's session has messages that are not text of system, user or assistant")
+        if files and (role != "user" or not service.sees):
+            raise ApiError("the file's session has pictures, and this server's model sees none")
         if role == "system":
             system = f"{system}\n\n{text}".strip()
             continue
         if role != ("user" if not nodes or nodes[-1].role == "assistant" else "assistant"):
             raise ApiError("the file's session does not take turns: its messages cannot be shown as a conversation")
-        node = MessageNode(new_id("m", 10), nodes[-1].id if nodes else None, role, text, created=time(), system=system)
+        names = [name_of(file) for file in files]
+        pictures |= dict(zip(names, files))
+        above = nodes[-1].id if nodes else None
+        node = MessageNode(new_id("m", 10), above, role, text, names, created=time(), system=system)
         if role == "assistant":
             start, stop, node.end = place(message.get("lmstate"), length, len(tokens))
             if index == len(told) - 1:
@@ -283,7 +333,23 @@ def nodes_of(session: Session) -> tuple[list[MessageNode], str]:
                 node.status = "done" if node.end is not None or message.get("lmstate") is None else "stopped"
                 length = stop
         nodes.append(node)
-    return nodes, system
+    if (count := sum(len(node.pictures) for node in nodes)) > MOST_PICTURES:
+        raise ApiError(f"the file's session has {count} pictures; a conversation may have {MOST_PICTURES}")
+    for content in pictures.values():
+        read_picture(content)
+    return nodes, system, pictures
+
+
+def parted_content(content: Any) -> tuple[Any, list[bytes]]:
+    """(text, pictures) of a message's content. Anything else than text and pictures is given back as it is."""
+    if not isinstance(content, list):
+        return content, []
+    files: list[Any] = [part.get("image") for part in content if isinstance(part, dict) and part.get("type") == "image"]
+    texts: list[Any] = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    whole = len(files) + len(texts) == len(content)
+    if not whole or not all(isinstance(one, bytes) for one in files) or not all(isinstance(one, str) for one in texts):
+        return content, []
+    return "\n".join(texts), files
 
 
 def place(told: Any, length: int, most: int) -> tuple[int, int, int | None]:
@@ -341,6 +407,7 @@ PATHS = tuple(
         ("POST", f"{ROOT}/{{id}}/{{node}}/continue", go_on, None),
         ("POST", f"{ROOT}/{{id}}/{{node}}/stop", stop, None),
         ("POST", f"{ROOT}/{{id}}/{{node}}/fork", fork, PageFork),
+        ("GET", f"{ROOT}/{{id}}/pictures/{{name}}", picture, None),
         ("GET", f"{ROOT}/{{id}}/{{node}}/tokens", tokens, None),
         ("GET", f"{ROOT}/{{id}}/{{node}}/state", state, None),
         ("GET", f"{ROOT}/{{id}}/{{node}}/session", download, None),

@@ -1,13 +1,14 @@
 """The page's conversations as records: of the engine's store, so that each of its servers has them, or of a file.
 
 A record is a conversation with its messages, without their tokens. The tokens of a message are a value, which changes
-while an answer is written; one that is lost costs computing, not a message.
+while an answer is written; one that is lost costs computing, not a message. A picture is a value too, under the SHA-256
+of its file: messages name it, and branches share it. One that is lost leaves its messages, which cannot be answered.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import time
@@ -18,6 +19,7 @@ from msgspec import convert
 from lmstate.engine.tiers.record_store import StoredRecord, joined, parted
 from lmstate.serve.conversations.tree import Conversation, MessageNode
 from lmstate.serve.wire.owned_records import ATTEMPTS, STORE_ERRORS, OwnedRecords
+from lmstate.vision.reader import name_of
 
 ALIVE_SECONDS = 10.0  # after which an answer that another server writes, and was not stored again, counts as stopped
 STILL_SECONDS = 3.0  # between two times that an answer is stored while it is written, at most
@@ -51,6 +53,7 @@ class ConversationStore:
     def __init__(self, records: OwnedRecords, model: str) -> None:
         self._records = records
         self._kind, self._values = f"page conversations of {model}", f"page messages of {model}"
+        self._pictures = f"page pictures of {model}"
         self._told: dict[str, tuple[int, str, float]] = {}  # (generation, title, updated), by ids
 
     def list(self, search: str = "") -> list[dict[str, Any]]:
@@ -92,18 +95,33 @@ class ConversationStore:
         return found
 
     def put(
-        self, conversation: Conversation, *nodes: MessageNode, title: str | None = None, settings: Any = None
+        self,
+        conversation: Conversation,
+        *nodes: MessageNode,
+        title: str | None = None,
+        settings: Any = None,
+        pictures: Mapping[str, bytes] | None = None,
     ) -> int:
         """Store these messages, the title and the settings, and keep all others. Returns the record's generation.
 
-        Raises `ConversationMoved`.
+        `pictures`: those of the messages that are new to the conversation, by their names. Raises `ConversationMoved`.
         """
-        self.put_messages(conversation.id, *nodes)
+        id = conversation.id
+        new = {_picture(id, name): content for name, content in (pictures or {}).items()}
+        if new:
+            self._records.put_values(self._pictures, new)
+        self.put_messages(id, *nodes)
         try:
             return self._commit(conversation, nodes, title, settings)
-        except ConversationMoved:
-            self._remove({_name(conversation.id, node) for node in nodes})
+        except ConversationMoved:  # only a conversation that was deleted refuses a message that is new, with pictures
+            self._remove(self._values, {_name(id, node) for node in nodes})
+            self._remove(self._pictures, set(new))
             raise
+
+    def picture(self, id: str, name: str) -> bytes | None:
+        """The file of a picture; None if it is lost, or is another file than its name says."""
+        content = self._records.get_value(self._pictures, _picture(id, name))
+        return None if content is None or name_of(content) != name else content
 
     def _commit(
         self, conversation: Conversation, nodes: Sequence[MessageNode], title: str | None, settings: Any
@@ -131,7 +149,7 @@ class ConversationStore:
             if self._records.commit(self._kind, id, _data(after), generation):
                 replaced = [before.nodes[node.id] for node in nodes if node.id in before.nodes]
                 names = {_name(id, node) for node in nodes}
-                self._remove({_name(id, old) for old in replaced} - names)
+                self._remove(self._values, {_name(id, old) for old in replaced} - names)
                 return generation
         raise OSError(f"the conversation {id} in the store changes all the time")
 
@@ -152,16 +170,18 @@ class ConversationStore:
                 return
             if self._records.commit(self._kind, id, b"", there.generation + 1):
                 found = _opened(id, there)
-                self._remove(set() if found is None else {_name(id, node) for node in found.nodes.values()})
+                nodes = [] if found is None else [*found.nodes.values()]
+                self._remove(self._values, {_name(id, node) for node in nodes})
+                self._remove(self._pictures, {_picture(id, name) for node in nodes for name in node.pictures})
                 self._told.pop(id, None)
                 return
         raise OSError(f"the conversation {id} in the store changes all the time")
 
-    def _remove(self, names: set[str]) -> None:
+    def _remove(self, kind: str, names: set[str]) -> None:
         """Remove values that no record has any more; values that stay behind if that fails do no harm."""
         if names:
             with suppress(*STORE_ERRORS):
-                self._records.remove_values(self._values, names)
+                self._records.remove_values(kind, names)
 
     def _whole(self, id: str, node: MessageNode) -> MessageNode | None:
         """A message of a record with its tokens; None if they are lost. One that no server writes any more stopped."""
@@ -182,6 +202,11 @@ class ConversationStore:
 def _name(id: str, node: MessageNode) -> str:
     """The name of a message's value: another one each time that it is begun."""
     return f"{id}.{node.id}.{node.turn}.{node.writer}"
+
+
+def _picture(id: str, name: str) -> str:
+    """The name of a picture's value: conversations share none, so that each can be deleted."""
+    return f"{id}.{name}"
 
 
 def _data(conversation: Conversation) -> bytes:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lmstate.serve.answer.messages import Message
+from lmstate.serve.answer.pictures import picture_mark
 
 Alternative = tuple[int, float]
 
@@ -22,6 +23,7 @@ class MessageNode:
     parent: str | None
     role: str  # user or assistant
     text: str = ""
+    pictures: list[str] = field(default_factory=list)  # the SHA-256 of each, which stands before the text
     reasoning: str = ""
     status: str = "done"  # running, done, stopped, length, failed
     error: str = ""
@@ -99,5 +101,17 @@ class Conversation:
 
     def messages(self, node: MessageNode | None, system: str) -> tuple[Message, ...]:
         """The path to a message as what is rendered to a prompt."""
-        said = [Message(one.role, one.text, one.reasoning) for one in self.path(node)]
+        said = [_message(one) for one in self.path(node)]
         return (*([Message("system", system)] if system else []), *said)
+
+    def pictures(self, node: MessageNode | None) -> list[str]:
+        """The pictures of the path to a message, in order."""
+        return [name for one in self.path(node) for name in one.pictures]
+
+    def has_picture(self, name: str) -> bool:
+        return any(name in node.pictures for node in self.nodes.values())
+
+
+def _message(node: MessageNode) -> Message:
+    content = "\n".join([*map(picture_mark, node.pictures), node.text])
+    return Message(node.role, content, node.reasoning, pictures=tuple(node.pictures))

@@ -185,6 +185,8 @@ def _capabilities(service: Service) -> list[str]:
         can.append("tools")
     if service.renderer.reasoning is not None:
         can.append("thinking")
+    if service.sees:
+        can.append("vision")
     if any(all(service.tokenizer.id_of(word) is not None for word in words) for words in FILL_IN):
         can.append("insert")
     return can

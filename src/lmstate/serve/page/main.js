@@ -4,11 +4,13 @@ import { follow, get, post } from "./api.js";
 import { Conversation } from "./conversation.js";
 import { announce, ask, byId, el, hide, showText } from "./dom.js";
 import { Pane } from "./messages.js";
+import { Attached, picturesOf } from "./pictures.js";
 import { keepSettings, replicaParts, settingsPanel, statePanel, tokensPanel, treePanel } from "./panels.js";
 import { showList, walk } from "./side.js";
 
 let conversation = null, unfollow = () => {}, about = null, panel = null, asked = 0, due = false, wasRunning = null, mapped = "", fading = 0;
 const text = byId("text");
+const attached = new Attached(byId("attached"), problem);
 
 const actions = {
   choose: (node) => goTo(conversation.end(node.id)),
@@ -18,7 +20,12 @@ const actions = {
   goOn: (node) => tried(async () => goTo((await post(`${conversation.root}/${node.id}/continue`)).answer)),
   again: (node) => tried(async () => goTo((await post(`${conversation.root}/say`, { parent: node.parent })).answer)),
   tokens: (node) => openPanel("tokens", node.id),
-  sayOtherwise: (node, said) => tried(async () => goTo((await post(`${conversation.root}/say`, { parent: node.parent, text: said })).answer)),
+  sayOtherwise: (node, said, pictures) => tried(async () => {
+    const sent = { parent: node.parent, text: said, pictures: await pictures.sent(conversation.root) };
+    goTo((await post(`${conversation.root}/say`, sent)).answer);
+  }),
+  refused: problem,
+  sees: () => Boolean(about?.pictures),
 };
 // A branch beside the first is walked on its own.
 const beside = { ...actions, choose: actions.compare };
@@ -79,7 +86,11 @@ function undo() {
   if (!conversation?.leaf) return;
   const last = conversation.path(conversation.leaf).findLast((node) => node.role === "user");
   goTo(last?.parent ?? null);
-  if (last && !text.value) { text.value = last.text; fit(); }
+  if (last && !text.value && !attached.length) {
+    text.value = last.text;
+    attached.name(conversation.root, last.pictures);
+    fit();
+  }
   announce("Went back before the last turn. It stays in the tree.");
 }
 
@@ -190,18 +201,20 @@ function problem(message) {
 }
 
 async function send() {
-  const said = text.value;
-  if (!said.trim() || runningAnswers().length || byId("send").disabled) return;
+  const said = text.value, shown = [...attached.items];
+  if ((!said.trim() && !shown.length) || runningAnswers().length || byId("send").disabled) return;
   byId("send").disabled = true;
   const done = await tried(async () => {
     if (!conversation) await begin();
     const { root, leaf, other } = conversation;
-    const sent = [post(`${root}/say`, { parent: parentOf(leaf), text: said })];
-    if (other) sent.push(post(`${root}/say`, { parent: parentOf(other), text: said }));
+    const message = { text: said, pictures: await attached.sent(root) };
+    const sent = [post(`${root}/say`, { parent: parentOf(leaf), ...message })];
+    if (other) sent.push(post(`${root}/say`, { parent: parentOf(other), ...message }));
     const [first, second] = await Promise.all(sent);
     if (second) conversation.go(second.answer, "other");
     conversation.go(first.answer);
   });
+  if (done) attached.clear(shown);
   if (done && text.value === said) { text.value = ""; keepDraft(); fit(); }
   draw();
   panes.forEach((pane) => pane.toEnd());
@@ -264,6 +277,31 @@ byId("load").addEventListener("change", (event) => tried(async () => {
   if (file) show((await post("/page/upload", file)).id);
 }));
 for (const one of document.querySelectorAll("[data-panel]")) one.addEventListener("click", () => openPanel(one.dataset.panel));
+byId("attach").addEventListener("click", () => byId("files").click());
+byId("files").addEventListener("change", (event) => {
+  attached.add(event.target.files);
+  event.target.value = "";
+  text.focus();
+});
+text.addEventListener("paste", (event) => {
+  const files = about?.pictures ? picturesOf(event.clipboardData) : [];
+  if (files.length) { event.preventDefault(); problem(""); attached.add(files); }
+});
+// A file that is dropped anywhere is meant for the message: it must not take the place of the page.
+const dragged = (event) => event.dataTransfer?.types.includes("Files");
+addEventListener("dragover", (event) => {
+  if (!dragged(event)) return;
+  event.preventDefault();
+  byId("composer").classList.add("over");
+});
+addEventListener("dragleave", (event) => { if (!event.relatedTarget) byId("composer").classList.remove("over"); });
+addEventListener("drop", (event) => {
+  if (!dragged(event)) return;
+  event.preventDefault();
+  byId("composer").classList.remove("over");
+  problem(about?.pictures ? "" : "This model reads text only: it takes no pictures.");
+  if (about?.pictures) attached.add(event.dataTransfer.files);
+});
 text.addEventListener("input", () => { fit(); keepDraft(); });
 text.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
@@ -295,5 +333,6 @@ show(location.hash.slice(1) || null);
 text.focus();
 get("/page/about").then((told) => {
   about = told;
+  hide(byId("attach"), !told.pictures);
   byId("model").textContent = `${told.model}${told.context ? `, ${told.context.toLocaleString("en")} tokens of context` : ""}.`;
 }).catch((error) => problem(error.message));

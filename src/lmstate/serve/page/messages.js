@@ -1,6 +1,7 @@
 // A branch as messages. Elements of messages that did not change stay; of those that grow, only the changed blocks.
 
 import { button, copyButton, el, hide, showHtml, showText } from "./dom.js";
+import { Attached, pictureRow, picturesOf } from "./pictures.js";
 
 const SLICE = 40; // messages of a long branch that are made in a frame, the last ones first
 const CALLED = { user: "You", assistant: "Answer" };
@@ -78,9 +79,10 @@ class View {
     this.name = el("h2", { class: "name" }, CALLED[node.role]);
     this.reasoning = el("details", { hidden: true }, el("summary", {}, "Reasoning"), el("div"));
     this.body = el("div", { class: "body" });
+    this.pictures = node.pictures.length ? pictureRow(pane.looked[0].root, node.pictures) : null;
     this.error = el("p", { class: "error", role: "alert", hidden: true });
     this.foot = el("div", { class: "foot", role: "group", "aria-label": `Of this ${node.role === "user" ? "message" : "answer"}` });
-    this.element = el("article", { class: `message ${node.role}`, "data-id": node.id }, this.name, this.reasoning, this.body, this.error, this.foot);
+    this.element = el("article", { class: `message ${node.role}`, "data-id": node.id }, this.name, this.pictures, this.reasoning, this.body, this.error, this.foot);
   }
 
   update(node, siblings, last) {
@@ -152,17 +154,26 @@ class View {
   edit(node) {
     const text = el("textarea", { rows: "4", "aria-label": "Say this otherwise" });
     text.value = node.text;
-    const end = () => { form.replaceWith(this.body); this.foot.hidden = false; this.pane.editing = null; };
+    const list = el("ul", { class: "pictures", "aria-label": "Pictures to send", hidden: true });
+    const attached = new Attached(list, this.pane.actions.refused);
+    attached.name(this.pane.looked[0].root, node.pictures);
+    hide(this.pictures ?? list, true);
+    const end = () => { if (this.pictures) hide(this.pictures, false); attached.clear(); form.replaceWith(this.body); this.foot.hidden = false; this.pane.editing = null; };
     const form = el("form", { class: "edit", on: {
       submit: async (event) => {
         event.preventDefault();
-        if (text.value.trim() && (await this.pane.actions.sayOtherwise(node, text.value))) end();
+        if (!text.value.trim() && !attached.length) return;
+        if (await this.pane.actions.sayOtherwise(node, text.value, attached)) end();
+      },
+      paste: (event) => {
+        const files = this.pane.actions.sees() ? picturesOf(event.clipboardData) : [];
+        if (files.length) { event.preventDefault(); attached.add(files); }
       },
       keydown: (event) => {
         if (event.key === "Escape") { event.stopPropagation(); end(); }
         if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); form.requestSubmit(); }
       },
-    } }, text, el("div", { class: "row" }, el("button", { class: "primary" }, "Send as a new branch"), button("Cancel", end)));
+    } }, list, text, el("div", { class: "row" }, el("button", { class: "primary" }, "Send as a new branch"), button("Cancel", end)));
     this.body.replaceWith(form);
     this.foot.hidden = true;
     this.pane.editing = node.id;

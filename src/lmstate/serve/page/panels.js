@@ -2,6 +2,7 @@
 
 import { blob, get, post } from "./api.js";
 import { announce, button, el, saveAs, size } from "./dom.js";
+import { dataUrl, thumbnail } from "./pictures.js";
 
 /** The tree as nested lists; a line of messages without branches is one list. */
 export function treePanel(conversation, go) {
@@ -17,12 +18,13 @@ export function treePanel(conversation, go) {
     return list;
   };
   const entry = (node) => {
-    return button(beginning(node.text ?? "…"), () => go(node), {
+    const pictures = node.pictures.map((name, at) => thumbnail(conversation.root, name, `Picture ${at + 1}`));
+    return button("", () => go(node), {
       class: `${node.role}${on.has(node.id) ? " on" : ""}`,
       "aria-current": node.id === conversation.leaf ? "true" : undefined,
       title: node.role === "user" ? "A message of yours" : "An answer",
       "data-id": node.id,
-    });
+    }, ...pictures, pictures.length && !node.text ? null : beginning(node.text ?? "…"));
   };
   const count = [...conversation.nodes.values()].filter((node) => node.role === "assistant" && !conversation.children(node.id).length).length;
   return [
@@ -73,8 +75,8 @@ export async function statePanel(conversation, go) {
       button("Save this branch with its state", async () => {
         saveAs(`${fileName(conversation)}.safetensors`, await blob(`${conversation.root}/${answer.id}/session`));
       }),
-      button("Export this branch as Markdown", () => saveAs(`${fileName(conversation)}.md`, new Blob([asMarkdown(conversation)], { type: "text/markdown" }))),
-      button("Export the tree as JSON", () => saveAs(`${fileName(conversation)}.json`, new Blob([asJson(conversation)], { type: "application/json" }))),
+      button("Export this branch as Markdown", async () => saveAs(`${fileName(conversation)}.md`, new Blob([await asMarkdown(conversation)], { type: "text/markdown" }))),
+      button("Export the tree as JSON", async () => saveAs(`${fileName(conversation)}.json`, new Blob([await asJson(conversation)], { type: "application/json" }))),
     ),
     el("h3", {}, "Prefixes that are kept"),
     el("p", { class: "quiet" }, "Runs of tokens, of all conversations; those of this branch are marked. A text that begins with them does not compute them again."),
@@ -116,14 +118,24 @@ function prefixLine(one) {
 
 const fileName = (conversation) => conversation.title.replace(/[^\p{L}\p{N} _-]/gu, "").trim().slice(0, 60) || "conversation";
 
-export function asMarkdown(conversation) {
-  const parts = conversation.path(conversation.leaf).map((node) => `## ${node.role === "user" ? "User" : "Assistant"}\n\n${node.text ?? ""}`);
+/** The pictures of some messages as data URLs, null for those that are lost, by their names: an export is whole. */
+async function picturesIn(conversation, nodes) {
+  const names = [...new Set(nodes.flatMap((node) => node.pictures))];
+  const urls = await Promise.all(names.map((name) => dataUrl(conversation.root, name).catch(() => null)));
+  return Object.fromEntries(names.map((name, at) => [name, urls[at]]));
+}
+
+async function asMarkdown(conversation) {
+  const path = conversation.path(conversation.leaf), files = await picturesIn(conversation, path);
+  const shown = (name) => (files[name] ? `![Picture](${files[name]})\n\n` : "*A picture that is lost*\n\n");
+  const parts = path.map((node) => `## ${node.role === "user" ? "User" : "Assistant"}\n\n${node.pictures.map(shown).join("")}${node.text ?? ""}`);
   return `# ${conversation.title}\n\n${parts.join("\n\n")}\n`;
 }
 
-export function asJson(conversation) {
-  const messages = [...conversation.nodes.values()].map(({ id, parent, role, text, reasoning, status, usage }) => ({ id, parent, role, content: text ?? "", reasoning, status, usage }));
-  return `${JSON.stringify({ title: conversation.title, settings: conversation.settings, leaf: conversation.leaf, messages }, null, 1)}\n`;
+async function asJson(conversation) {
+  const nodes = [...conversation.nodes.values()], pictures = await picturesIn(conversation, nodes);
+  const messages = nodes.map(({ id, parent, role, text, pictures: names, reasoning, status, usage }) => ({ id, parent, role, content: text ?? "", pictures: names, reasoning, status, usage }));
+  return `${JSON.stringify({ title: conversation.title, settings: conversation.settings, leaf: conversation.leaf, messages, pictures }, null, 1)}\n`;
 }
 
 /** The tokens of an answer; one that is chosen shows what else could have stood there. */

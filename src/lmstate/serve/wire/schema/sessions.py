@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 
 from lmstate.serve.wire.schema.chat import ChatMessages
 from lmstate.serve.wire.schema.common import Generating, JsonObject, Positive, Sampling, TokenId, TokenIds, Whole
+from lmstate.vision.reader import MOST_PICTURES
 
 
 class SessionBody(Struct, kw_only=True):
@@ -55,10 +56,14 @@ class PageConversation(Struct, kw_only=True):
 
 
 class PageMessage(Struct, kw_only=True):
-    """A message below an answer; without a text, another answer."""
+    """A message below an answer; without a text, another answer.
+
+    A picture is a data URL, or the SHA-256 of one that the conversation has.
+    """
 
     parent: str | None = None
     text: str | None = None
+    pictures: Annotated[list[str], Meta(max_length=MOST_PICTURES)] = []
 
 
 class PageFork(Struct, kw_only=True):
