@@ -120,7 +120,28 @@ def test_a_text_whose_beginning_is_far_too_long_is_not_tokenized(
             ("/v1/rerank", {"query": "a", "documents": [text]}),
         ):
             assert f"> {context} maximum" in client.post(path, json=body).text
+        first = client.post("/v1/responses", json={"input": "Hi", "max_output_tokens": 2}).json()["id"]
+        assert client.post("/v1/sessions", json={"name": "long"}).status_code == 201
+        said = [{"role": "user", "content": text}]
+        for path, body in (
+            ("/v1/responses", {"input": text}),
+            ("/v1/responses", {"input": text, "previous_response_id": first}),
+            ("/v1/responses", {"input": text, "truncation": "auto"}),
+            ("/v1/responses", {"input": [*said, *said], "truncation": "auto"}),
+            ("/v1/messages", {"model": "tiny", "messages": said, "max_tokens": 2}),
+            ("/api/generate", {"model": "tiny", "prompt": text, "context": [1, 2]}),
+            ("/v1/sessions/long/send", {"text": text}),
+            ("/v1/sessions/long/send", {"messages": said}),
+            ("/v1/cache/explain", {"messages": said}),
+            ("/v1/cache/explain", {"prompt": text}),
+        ):
+            told = client.post(path, json=body)
+            assert told.status_code == 400 and f"> {context} maximum" in told.text, path
+        client.delete("/v1/sessions/long").raise_for_status()
         assert lengths and max(lengths) == BEGINNING * context
+        cut = {"input": [*said, {"role": "user", "content": "Hi"}], "truncation": "auto", "max_output_tokens": 2}
+        assert client.post("/v1/responses", json=cut).status_code == 200, "the turn that is too long is left out"
+        assert max(lengths) == BEGINNING * context
         assert client.post("/api/embed", json={"model": "tiny", "input": text}).status_code == 200  # it is cut
         cut = {"query": "a", "documents": [text], "max_tokens_per_doc": 3}
         assert client.post("/v1/rerank", json=cut).status_code == 200

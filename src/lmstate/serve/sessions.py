@@ -25,6 +25,7 @@ from lmstate.errors import StateError
 from lmstate.files.private import private_folder
 from lmstate.serve.answer.answers import usage_details
 from lmstate.serve.answer.handlers import idempotency_key, json_response, log
+from lmstate.serve.answer.messages import Chat
 from lmstate.serve.answer.sampling import check_ids, sampling_params, stops
 from lmstate.serve.answer.service import Service
 from lmstate.serve.openai.chat import read_chat
@@ -152,6 +153,7 @@ async def explain(service: Service, request: Request, body: PromptBody) -> ASGIA
     """Explain how much of a prompt would be reused, and why not more: `prompt` or `messages`, as elsewhere."""
     if body.messages is not None:
         chat, _ = read_chat(body, body.messages)
+        await asyncio.to_thread(service.refuse_long_chat, chat)
         tokens = (await asyncio.to_thread(service.renderer.prompt, chat)).tokens
     else:
         tokens = await asyncio.to_thread(prompt_ids, service, body.prompt, "prompt")
@@ -257,10 +259,12 @@ def read_prompt(service: Service, body: SendBody) -> tuple[Any, int]:
     if body.tokens is not None:
         return check_ids(body.tokens, "tokens", service.vocab_size), len(body.tokens)
     if body.text is not None:
+        service.refuse_long(body.text)
         return body.text, len(service.tokenizer.encode(body.text, add_special_tokens=False))
     said = read_messages(body.messages or ())
     if any(one.pictures for one in said):
         raise ApiError("a session takes no pictures over HTTP: send the conversation as a chat", param="messages")
+    service.refuse_long_chat(Chat(tuple(said)))
     texts = [text for one in said for text in (one.content, *(call.arguments for call in one.calls))]
     return service.renderer.template_messages(said), sum(len(service.tokenizer.encode(text, False)) for text in texts)
 

@@ -198,6 +198,10 @@ class Service:
         if count > 2 * self.context:
             self.room(count, f", in the first {most} of its {len(text)} characters alone")
 
+    def refuse_long_chat(self, chat: Chat) -> None:
+        """The same of a conversation, by the texts of its messages, before it is rendered."""
+        self.refuse_long("".join(message.content for message in chat.messages))
+
     def beginning(self, text: str) -> str:
         """As much of a text that is cut to the context as tokens of it can come from."""
         return text if self.context is None else text[: 2 * BEGINNING * self.context]
@@ -248,7 +252,7 @@ class Service:
 
         def prepare() -> tuple[Prompt, tuple[str, str] | None, AnswerMaker]:
             if tokens is None:
-                self.refuse_long("".join(message.content for message in chat.messages))
+                self.refuse_long_chat(chat)
             prompt = self.renderer.prompt(chat, tokens)
             written = self._grammar(prompt, use, constraint)
             return prompt, written, self.maker(prompt, use, params, call_prefix)

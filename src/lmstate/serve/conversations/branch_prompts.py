@@ -35,6 +35,7 @@ class BranchPrompts:
         """The prompt of a message: the tokens of the conversation as they were sampled, then what is new."""
         before = conversation.answer_before(user)
         known = conversation.tokens(before)
+        self._service.refuse_long(user.text)
         if not self._service.engine.chats:
             if conversation.pictures(user):
                 raise ApiError("this model has no chat template, and takes no pictures", param="pictures")

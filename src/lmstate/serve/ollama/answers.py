@@ -173,6 +173,7 @@ async def _answered(
     """Begin to answer a conversation. `context`: token ids of what was said before it, as an answer gave them."""
     tokens = None
     if context:
+        service.refuse_long_chat(asked)
         rendered = service.renderer.prompt(asked).tokens
         begin = [] if service.tokenizer.bos_id is None else [service.tokenizer.bos_id]
         new = rendered[len(begin) :] if rendered[: len(begin)] == begin else rendered

@@ -387,7 +387,12 @@ def truncated(service: Service, asked: Asked) -> Asked:
         return replace(asked.chat, messages=(*messages[:lead], *messages[start:]))
 
     def fits(start: int) -> bool:
-        return len(service.renderer.prompt(from_turn(start)).tokens) <= most
+        chat = from_turn(start)
+        try:
+            service.refuse_long_chat(chat)
+        except ApiError:
+            return False
+        return len(service.renderer.prompt(chat).tokens) <= most
 
     starts = [at for at in range(lead, len(messages)) if at == lead or messages[at].role == "user"]
     first = bisect_left(starts, True, key=fits)
@@ -417,6 +422,7 @@ def exact_tokens(service: Service, asked: Asked) -> list[int] | None:
         or previous.model != service.model.fingerprint
     ):
         return None
+    service.refuse_long_chat(asked.chat)
     return service.renderer.after(asked.chat, asked.answered, list(previous.tokens), previous.end)
 
 
