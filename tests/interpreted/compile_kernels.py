@@ -45,6 +45,11 @@ TYPES = {
     "append": [F, I64, I64, I64, "i32", "i32"],
     "rope": [F, F, F, F, "i32"],
     "product": [F, "*bf16", F, F, F, *["i32"] * 4, "fp32"],
+    "product_glu": [F, "*bf16", F, F, *["i32"] * 4],
+    "expert_product": [F, I64, F, I64, I64, I64, I64, F, "i32", "i32", "i32"],
+    "weigh": [F, F, F, "i32"],
+    "argmax_parts": [F, F, I64, "i32", "i32"],
+    "argmax_merged": [F, I64, F, I64, "i32"],
     "rms_norm": [F, F, F, "i32", "fp32"],
     "glu": [F, F, "i32"],
     "gated_delta_rule": [F, F, F, F, F, F, I64, F, F, "i32", "fp32"],
@@ -66,6 +71,7 @@ SCAN = {"N": 16, "NP": 16, "SLICE": 64, "HAS_D": True, "HAS_GATE": True, "SOFTPL
 FEW, MANY = configs.attention(4, 128), configs.attention(4096, 128)
 WIDE = configs.attention(4096, 256)
 ONE, ROWS = configs.product(1), configs.product(4096)
+PLAIN = {name: value for name, value in PRODUCT.items() if name != "HAS_STREAM"}
 LATENTS = {
     "LATENT": True, "HEADS": 16, "GROUP": 16, "D": 512, "DP": 512, "DV": 512, "DVP": 512, "DR": 64, "DRP": 64,
 }  # fmt: skip
@@ -87,6 +93,13 @@ CASES: dict[str, Case] = {
     "product, int4": (dense.product, PRODUCT | {"KIND": "int4"}, ONE),
     "product, int8": (dense.product, PRODUCT | {"KIND": "int8"}, ONE),
     "product, int4, 64 rows": (dense.product, PRODUCT | {"KIND": "int4", "ROWS": ROWS.rows}, ROWS),
+    "product_glu": (dense.product_glu, PLAIN | {"KIND": "float", "ACT": "silu"}, ONE),
+    "product_glu, 64 rows": (dense.product_glu, PLAIN | {"KIND": "float", "ACT": "silu", "ROWS": ROWS.rows}, ROWS),
+    "expert_product, int4": (dense.expert_product, PLAIN | {"KIND": "int4", "SHARE": 8}, ONE),
+    "expert_product, 64 rows": (dense.expert_product, PLAIN | {"KIND": "float", "SHARE": 8, "ROWS": ROWS.rows}, ROWS),
+    "weigh": (dense.weigh, {"TOP_K": 8, "WEIGHS": True, "WIDTH": 1024}),
+    "argmax_parts": (dense.argmax_parts, {"WIDTH": 4096}),
+    "argmax_merged": (dense.argmax_merged, {"PARTS": 64}),
     "rms_norm": (dense.rms_norm, {"WIDTH": 4096}),
     "glu": (dense.glu, {"ACT": "silu", "WIDTH": 1024}),
     "gated_delta_rule": (recurrent.gated_delta_rule, DELTA, configs.GATED_DELTA),
@@ -104,7 +117,7 @@ def compile_kernel(
     arch: int, kernel: Any, constants: dict[str, Any], config: configs.KernelShape = USUAL
 ) -> dict[str, Any]:
     types = list(TYPES[kernel.fn.__name__])
-    if constants.get("KIND", "float") != "float":
+    if constants.get("KIND", "float") != "float" and kernel is not dense.expert_product:
         types[1] = B
     names = [name for name in kernel.arg_names if name not in constants]
     assert len(names) == len(types), (kernel.fn.__name__, names)

@@ -19,6 +19,7 @@ from lmstate.ops.dense.norm import add_residual, norm
 from lmstate.ops.dense.sample import candidates, sample
 from lmstate.ops.dispatch import info
 from lmstate.ops.fused.choose_experts import choose_experts
+from lmstate.ops.fused.experts import RoutedExperts
 from lmstate.ops.fused.graph import CapturedGraph, Fusable, FusedGraph, last_tokens, packable
 from lmstate.ops.fused.mlp import feed_forward
 from lmstate.ops.recurrent.gated_norm import gated
@@ -74,6 +75,7 @@ __all__ = [
     "RecurrentSublayer",
     "Residual",
     "RopeTables",
+    "RoutedExperts",
     "RouterParams",
     "ScanStart",
     "ShortConvSublayer",

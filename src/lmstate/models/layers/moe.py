@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, Protocol, TypeGuard
 
 import torch
@@ -156,6 +157,10 @@ class MixtureOfExperts:
         """
         if torch.compiler.is_compiling():
             return self._of_all(x, weights, chosen)
+        if self._all_plain is not None:
+            found = self._all_plain(x, weights, chosen, self.scale_input)
+            if found is not None:
+                return found
         order = chosen.flatten().argsort(stable=True)  # of the M * top_k routes
         token = order // chosen.shape[1]
         weight = weights.flatten()[order, None]
@@ -163,6 +168,11 @@ class MixtureOfExperts:
         counts = chosen.flatten().bincount(minlength=self.count).tolist()
         done = torch.cat(self.outputs(routed.split(counts)) or [routed])
         return torch.zeros_like(x).index_add(0, token, done if self.scale_input else done * weight)
+
+    @cached_property
+    def _all_plain(self) -> ops.RoutedExperts | None:
+        plain = tuple(_expert(expert) for expert in self.experts if _plain(expert))
+        return ops.RoutedExperts(plain) if len(plain) == len(self.experts) else None
 
     @property
     def count(self) -> int:

@@ -16,8 +16,9 @@ STEP = 64
 OUTPUTS = 64
 WIDEST_NORM = 1 << 16
 PACKED = ("int4", "int8")
-GATES = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+GATES = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai")
 PART = 1024
+ARGMAX_PART = 4096
 
 
 def can_multiply(weight: Weight) -> bool:
@@ -49,6 +50,40 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, residual: Residual | 
         PRECISION="ieee" if dtype == torch.float32 else "tf32", warps=warps, stages=stages,
     )  # fmt: skip
     return out
+
+
+def linear_glu(x: Tensor, weight: Weight, bias: Tensor | None, act: str) -> Tensor:
+    """`glu` of `linear` without a residual, bit for bit; float32 `[..., N / 2]`."""
+    from lmstate.ops.cuda.kernels import dense as kernels
+
+    rows, outputs = x.numel() // x.shape[-1] if x.numel() else 0, weight.out_features // 2
+    out = torch.empty(*x.shape[:-1], outputs, dtype=torch.float32, device=x.device)
+    if not rows:
+        return out
+    packed = weight.kind in PACKED
+    dtype = torch.bfloat16 if packed else FLOAT_KINDS[weight.kind]
+    lines, warps, stages = configs.product(rows)
+    launch(
+        kernels.product_glu, (-(-outputs // OUTPUTS), -(-rows // lines)), x.contiguous(), weight.storage,
+        out if bias is None else bias, out, rows, outputs, weight.in_features, weight.in_features // 32, ACT=act,
+        KIND=weight.kind if packed else "float", HAS_BIAS=bias is not None, ELEMENT=elements()[dtype], ROWS=lines,
+        OUTPUTS=OUTPUTS, STEP=STEP, PRECISION="ieee" if dtype == torch.float32 else "tf32", warps=warps, stages=stages,
+    )  # fmt: skip
+    return out
+
+
+def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`ops.argmax` of float32 `[R, V]`: the first of equal numbers, where torch's may be any of them."""
+    from lmstate.ops.cuda.kernels import dense as kernels
+
+    rows, width = x.shape
+    parts = -(-width // ARGMAX_PART)
+    largest, top = (torch.empty(shape, dtype=torch.float32, device=x.device) for shape in ((rows, parts), (rows,)))
+    places, place = (torch.empty(shape, dtype=torch.int64, device=x.device) for shape in ((rows, parts), (rows,)))
+    if rows:
+        launch(kernels.argmax_parts, (rows, parts), x.contiguous(), largest, places, width, parts, WIDTH=ARGMAX_PART)
+        launch(kernels.argmax_merged, (rows,), largest, places, top, place, parts, PARTS=padded(parts))
+    return top, place
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
+from lmstate.ops.cuda import dense as cuda
 
 
 def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -13,6 +14,8 @@ def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
 
     As in `torch.max`, NaN counts as larger than all.
     """
+    if x.dtype == torch.float32 and x.numel() and dispatch.gpu(x):
+        return cuda.argmax(x)
     library = dispatch.native(x)
     if library is None or x.dtype != torch.float32:
         largest, where = x.max(-1)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from lmstate.ops import dispatch
+from lmstate.ops.cuda import dense as cuda
 from lmstate.ops.dense.linear import linear
+from lmstate.ops.dense.norm import norm as apply_norm
 from lmstate.ops.fused.graph import fused_feed_forward, is_short
 from lmstate.ops.types.params import Norm, Residual
 from lmstate.ops.types.sublayers import MLPSublayer
@@ -34,5 +38,13 @@ def feed_forward(
         )  # fmt: skip
         if (y := fused_feed_forward(x, sublayer, stream)) is not None:
             return y
+    if (
+        act in cuda.GATES
+        and cuda.can_multiply(up)
+        and x.dtype == torch.float32
+        and dispatch.gpu(x, up.storage, up_bias)
+    ):
+        hidden = cuda.linear_glu(x if norm is None else apply_norm(x, norm), up, up_bias, act)
+        return linear(hidden, down, down_bias, residual=residual)
     hidden = linear(x, up, up_bias, norm=norm)
     return linear(hidden, down, down_bias, gate=act, residual=residual)

@@ -9,12 +9,54 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lmstate.ops.cuda.kernels.functions import activated
+from lmstate.ops.cuda.kernels.functions import gated
 
 
 @triton.jit
 def _inputs(x, row, k, valid, inside, K, ELEMENT: tl.constexpr):
     return tl.load(x + row[:, None] * K + k[None, :], mask=valid[:, None] & inside[None, :], other=0.0).to(ELEMENT)
+
+
+@triton.jit
+def _matrix(weight, n, k, mask, inputs, groups, KIND: tl.constexpr, ELEMENT: tl.constexpr):
+    """A tile [inputs, outputs] of a weight in ELEMENT, zero outside of the mask."""
+    if KIND == "float":
+        w = tl.load(weight + n[None, :] * inputs + k[:, None], mask=mask, other=0.0)
+    else:
+        size: tl.constexpr = 320 if KIND == "int4" else 544
+        quants: tl.constexpr = 256 if KIND == "int4" else 512
+        block = (n[None, :].to(tl.int64) // 16 * groups + (k // 32)[:, None]) * size
+        lane = n[None, :] % 16
+        i = (k % 32)[:, None]
+        if KIND == "int4":
+            byte = tl.load(weight + block + i // 8 * 64 + lane * 4 + i % 4, mask=mask, other=0)
+            number = ((byte >> (i % 8 // 4 * 4).to(tl.uint8)) & 15).to(tl.float32)
+        else:
+            byte = tl.load(weight + block + i // 4 * 64 + lane * 4 + i % 4, mask=mask, other=0)
+            number = byte.to(tl.float32) - 128.0
+        at = (weight + block + quants).to(tl.pointer_type(tl.float16)) + lane
+        number = number * tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        if KIND == "int4":
+            number = number + tl.load(at + 16, mask=mask, other=0.0).to(tl.float32)
+        w = number.to(ELEMENT)
+    return w
+
+
+@triton.jit
+def _summed(
+    x, row, valid, weight, n, real, inputs, groups,
+    KIND: tl.constexpr, ELEMENT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The product of rows of x float32 [.., inputs] and outputs n of a weight, [ROWS, OUTPUTS] float32."""
+    acc = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for first in range(0, inputs, STEP):
+        k = first + tl.arange(0, STEP)
+        inside = k < inputs
+        a = _inputs(x, row, k, valid, inside, inputs, ELEMENT)
+        w = _matrix(weight, n, k, inside[:, None] & real[None, :], inputs, groups, KIND, ELEMENT)
+        acc = tl.dot(a, w, acc, input_precision=PRECISION)
+    return acc
 
 
 @triton.jit
@@ -31,35 +73,9 @@ def product(
     """
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    step = tl.arange(0, STEP)
     valid = row < rows
     real = n < outputs
-    acc = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    for first in range(0, inputs, STEP):
-        k = first + step
-        inside = k < inputs
-        a = _inputs(x, row, k, valid, inside, inputs, ELEMENT)
-        mask = inside[:, None] & real[None, :]
-        if KIND == "float":
-            w = tl.load(weight + n[None, :] * inputs + k[:, None], mask=mask, other=0.0)
-        else:
-            size: tl.constexpr = 320 if KIND == "int4" else 544
-            quants: tl.constexpr = 256 if KIND == "int4" else 512
-            block = (n[None, :].to(tl.int64) // 16 * groups + (k // 32)[:, None]) * size
-            lane = n[None, :] % 16
-            i = (k % 32)[:, None]
-            if KIND == "int4":
-                byte = tl.load(weight + block + i // 8 * 64 + lane * 4 + i % 4, mask=mask, other=0)
-                number = ((byte >> (i % 8 // 4 * 4).to(tl.uint8)) & 15).to(tl.float32)
-            else:
-                byte = tl.load(weight + block + i // 4 * 64 + lane * 4 + i % 4, mask=mask, other=0)
-                number = byte.to(tl.float32) - 128.0
-            at = (weight + block + quants).to(tl.pointer_type(tl.float16)) + lane
-            number = number * tl.load(at, mask=mask, other=0.0).to(tl.float32)
-            if KIND == "int4":
-                number = number + tl.load(at + 16, mask=mask, other=0.0).to(tl.float32)
-            w = number.to(ELEMENT)
-        acc = tl.dot(a, w, acc, input_precision=PRECISION)
+    acc = _summed(x, row, valid, weight, n, real, inputs, groups, KIND, ELEMENT, ROWS, OUTPUTS, STEP, PRECISION)
     if HAS_BIAS:
         acc = acc + tl.load(bias + n, mask=real, other=0.0)[None, :]
     at = row[:, None] * outputs + n[None, :]
@@ -67,6 +83,116 @@ def product(
     if HAS_STREAM:
         acc = tl.load(stream + at, mask=stored, other=0.0) + acc * scale
     tl.store(out + at, acc, mask=stored)
+
+
+@triton.jit
+def product_glu(
+    x, weight, bias, out, rows, outputs, inputs, groups,
+    ACT: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, ELEMENT: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """act(gate) * up of gate | up = `x @ weight.T + bias`. Grid: (tiles of outputs, tiles of rows).
+
+    As `product`, of a weight with 2 * outputs; out: float32 [rows, outputs].
+    """
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    valid = row < rows
+    real = n < outputs
+    gate = _summed(x, row, valid, weight, n, real, inputs, groups, KIND, ELEMENT, ROWS, OUTPUTS, STEP, PRECISION)
+    m = n + outputs
+    up = _summed(x, row, valid, weight, m, real, inputs, groups, KIND, ELEMENT, ROWS, OUTPUTS, STEP, PRECISION)
+    if HAS_BIAS:
+        gate = gate + tl.load(bias + n, mask=real, other=0.0)[None, :]
+        up = up + tl.load(bias + m, mask=real, other=0.0)[None, :]
+    at = row[:, None] * outputs + n[None, :]
+    tl.store(out + at, gated(gate, up, ACT), mask=valid[:, None] & real[None, :])
+
+
+@triton.jit
+def expert_product(
+    x, weights, biases, order, experts, firsts, ends, out, outputs, inputs, groups,
+    SHARE: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, ELEMENT: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Products of routes, each a token and one of its experts, with their expert's weight.
+
+    Grid: (tiles of outputs, tiles of routes). A tile has routes of one expert. `experts` int64 [tiles] tells which, or
+    the number of experts where a tile has none; `firsts` int64 [tiles], where they begin in `order`. `order` int64
+    [routes] has the routes of each expert together, up to its place in `ends` int64 [experts + 1]. weights: addresses
+    int64 [experts] of weights as those of `product`; biases: float32 [experts, outputs]. x: float32 [routes / SHARE,
+    inputs], of SHARE routes that follow each other; out: float32 [routes, outputs].
+    """
+    expert = tl.load(experts + tl.program_id(1))
+    first = tl.load(firsts + tl.program_id(1))
+    end = tl.load(ends + expert)
+    if first < end:
+        place = first + tl.arange(0, ROWS)
+        valid = place < end
+        route = tl.load(order + place, mask=valid, other=0)
+        n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+        real = n < outputs
+        address = tl.multiple_of(tl.load(weights + expert), 16)
+        if KIND == "float":
+            weight = address.to(tl.pointer_type(ELEMENT))
+        else:
+            weight = address.to(tl.pointer_type(tl.uint8))
+        row = route // SHARE
+        acc = _summed(x, row, valid, weight, n, real, inputs, groups, KIND, ELEMENT, ROWS, OUTPUTS, STEP, PRECISION)
+        if HAS_BIAS:
+            acc = acc + tl.load(biases + expert * outputs + n, mask=real, other=0.0)[None, :]
+        tl.store(out + route[:, None] * outputs + n[None, :], acc, mask=valid[:, None] & real[None, :])
+
+
+@triton.jit
+def weigh(y, weights, out, width, TOP_K: tl.constexpr, WEIGHS: tl.constexpr, WIDTH: tl.constexpr):
+    """The sum of a token's routes in their order. Grid: (tokens, parts of `WIDTH`).
+
+    y: float32 [tokens * TOP_K, width]; weights: float32 [tokens * TOP_K]; out: float32 [tokens, width].
+    """
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = e < width
+    total = tl.zeros([WIDTH], tl.float32)
+    for k in range(0, TOP_K):
+        part = tl.load(y + (token * TOP_K + k) * width + e, mask=inside, other=0.0)
+        if WEIGHS:
+            part = part * tl.load(weights + token * TOP_K + k)
+        total = total + part
+    tl.store(out + token * width + e, total, mask=inside)
+
+
+@triton.jit
+def argmax_parts(x, largest, places, width, parts, WIDTH: tl.constexpr):
+    """The largest number of a part of a row and its first place; NaN is larger than all. Grid: (rows, parts).
+
+    x: float32 [rows, width]; largest: float32 [rows, parts]; places: int64 [rows, parts].
+    """
+    row = tl.program_id(0).to(tl.int64)
+    e = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    values = tl.load(x + row * width + e, mask=e < width, other=float("-inf"))
+    nothing = values != values
+    any_nothing = tl.max(nothing.to(tl.int32), 0) > 0
+    top = tl.max(tl.where(nothing, float("-inf"), values), 0)
+    found = tl.where(any_nothing, nothing, (values == top) & (e < width))
+    place = tl.min(tl.where(found, e, width), 0)
+    tl.store(largest + row * parts + tl.program_id(1), tl.where(any_nothing, float("nan"), top))
+    tl.store(places + row * parts + tl.program_id(1), place.to(tl.int64))
+
+
+@triton.jit
+def argmax_merged(largest, places, top, place, parts, PARTS: tl.constexpr):
+    """The largest of a row's parts, the first of equals. Grid: (rows,). top: float32 [rows]; place: int64 [rows]."""
+    row = tl.program_id(0).to(tl.int64)
+    p = tl.arange(0, PARTS)
+    values = tl.load(largest + row * parts + p, mask=p < parts, other=float("-inf"))
+    nothing = values != values
+    any_nothing = tl.max(nothing.to(tl.int32), 0) > 0
+    best = tl.max(tl.where(nothing, float("-inf"), values), 0)
+    found = tl.where(any_nothing, nothing, (values == best) & (p < parts))
+    first = tl.min(tl.where(found, p, parts), 0)
+    tl.store(top + row, tl.where(any_nothing, float("nan"), best))
+    tl.store(place + row, tl.load(places + row * parts + first))
 
 
 @triton.jit
@@ -83,10 +209,10 @@ def rms_norm(x, weight, out, width, eps, WIDTH: tl.constexpr):
 
 @triton.jit
 def glu(x, out, width, ACT: tl.constexpr, WIDTH: tl.constexpr):
-    """act(gate) * up, a part of a row. Grid: (rows, parts of `WIDTH`). x: float32 [rows, 2 * width] = gate | up."""
+    """`gated`, a part of a row. Grid: (rows, parts of `WIDTH`). x: float32 [rows, 2 * width] = gate | up."""
     row = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = e < width
     gate = tl.load(x + row * 2 * width + e, mask=inside, other=0.0)
     up = tl.load(x + row * 2 * width + width + e, mask=inside, other=0.0)
-    tl.store(out + row * width + e, activated(gate, ACT) * up, mask=inside)
+    tl.store(out + row * width + e, gated(gate, up, ACT), mask=inside)

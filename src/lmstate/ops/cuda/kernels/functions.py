@@ -46,3 +46,14 @@ def activated(gate, ACT: tl.constexpr):
         return positive * positive
     else:
         return tl.maximum(gate, 0.0)
+
+
+@triton.jit
+def gated(gate, up, ACT: tl.constexpr):
+    """act(gate) * up, or the gate of gpt-oss."""
+    if ACT == "swigluoai":
+        gate = tl.minimum(gate, 7.0)
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0)
+        return (up + 1.0) * gate * sigmoid(1.702 * gate)
+    else:
+        return activated(gate, ACT) * up

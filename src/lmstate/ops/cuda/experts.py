@@ -1,0 +1,117 @@
+"""Experts of a mixture on a GPU: products grouped by expert, whose groups the GPU alone knows."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+
+from lmstate.ops.cuda import configs, dense
+from lmstate.ops.cuda.attention import elements
+from lmstate.ops.cuda.device import launch, padded
+from lmstate.ops.types.sublayers import Expert
+from lmstate.ops.types.weight import FLOAT_KINDS, Weight
+
+
+class ExpertTable:
+    """Addresses of the weights of a mixture's experts, and their biases, on the device of the weights."""
+
+    def __init__(self, experts: tuple[Expert, ...]) -> None:
+        """experts: those that `fits` holds for."""
+        self.experts = experts
+        self.up, self.down = _addresses([each.up for each in experts]), _addresses([each.down for each in experts])
+        self.up_bias = _stacked([each.up_bias for each in experts])
+        self.down_bias = _stacked([each.down_bias for each in experts])
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ExpertTable:
+        return ExpertTable(copy.deepcopy(self.experts, memo))
+
+    @staticmethod
+    def fits(experts: tuple[Expert, ...]) -> bool:
+        """Whether experts have kernels, and all have weights of the same shape and kind."""
+        first = experts[0]
+        alike = {
+            (each.up.shape, each.up.kind, each.down.shape, each.down.kind, each.act, each.up_bias is None,
+             each.down_bias is None)
+            for each in experts
+        }  # fmt: skip
+        known = dense.can_multiply(first.up) and dense.can_multiply(first.down) and first.act in dense.GATES
+        return known and len(alike) == 1
+
+
+def _addresses(weights: list[Weight]) -> Tensor:
+    addresses = [weight.storage.data_ptr() for weight in weights]
+    return torch.tensor(addresses, dtype=torch.int64).to(weights[0].storage.device)
+
+
+def _stacked(biases: list[Tensor | None]) -> Tensor | None:
+    given = [bias for bias in biases if bias is not None]
+    return torch.stack(given).contiguous() if given else None
+
+
+def experts(x: Tensor, weights: Tensor, chosen: Tensor, table: ExpertTable, scale_input: bool) -> Tensor:
+    """`ops.routed_experts`; the arguments are those there."""
+    from lmstate.ops.cuda.kernels import dense as kernels
+
+    tokens, top_k = chosen.shape
+    chosen, at = chosen.sort(-1)  # a token's outputs are added in the order of the experts
+    weights = weights.gather(-1, at)
+    groups = _Groups(chosen.flatten(), len(table.experts))
+    up, down = table.experts[0].up, table.experts[0].down
+    if scale_input:
+        x = (x[:, None] * weights[..., None]).flatten(0, 1)
+    hidden = groups.product(x, up, table.up, table.up_bias, 1 if scale_input else top_k)
+    y = groups.product(dense.glu(hidden, table.experts[0].act), down, table.down, table.down_bias, 1)
+    width = y.shape[1]
+    out = torch.empty(tokens, width, dtype=torch.float32, device=x.device)
+    if out.numel():
+        size = min(padded(width), dense.PART)
+        launch(
+            kernels.weigh, (tokens, -(-width // size)), y, weights.contiguous(), out, width, TOP_K=top_k,
+            WEIGHS=not scale_input, WIDTH=size,
+        )  # fmt: skip
+    return out
+
+
+class _Groups:
+    """Routes by their experts, in tiles; no number of them comes to the host."""
+
+    def __init__(self, chosen: Tensor, count: int) -> None:
+        """chosen: int64 `[routes]`, the expert of each, of `count` experts."""
+        routes, device = len(chosen), chosen.device
+        self.rows, self.warps, self.stages = configs.product(max(1, routes // count))
+        self.order = chosen.argsort(stable=True)
+        sizes = torch.zeros(count + 1, dtype=torch.int64, device=device)
+        sizes = sizes.scatter_add(0, chosen, torch.ones_like(chosen))
+        ends = sizes.cumsum(0)
+        tile_ends = ((sizes + self.rows - 1) // self.rows).cumsum(0)
+        held = min(count, routes)  # experts with routes, at most
+        self.tiles = min(routes, (routes + held * (self.rows - 1)) // self.rows)
+        tile = torch.arange(self.tiles, device=device)
+        self.experts = torch.searchsorted(tile_ends[:count], tile, right=True)
+        begins = torch.where(self.experts > 0, tile_ends[(self.experts - 1).clamp(min=0)], 0)
+        self.firsts = (ends - sizes)[self.experts] + (tile - begins) * self.rows
+        self.ends = ends
+
+    def product(self, x: Tensor, weight: Weight, addresses: Tensor, biases: Tensor | None, share: int) -> Tensor:
+        """Each route's product with the weight of its expert, float32 `[routes, N]`; `weight`: one of them.
+
+        x: float32 `[routes / share, K]`.
+        """
+        from lmstate.ops.cuda.kernels import dense as kernels
+
+        packed = weight.kind in dense.PACKED
+        dtype = torch.bfloat16 if packed else FLOAT_KINDS[weight.kind]
+        outputs, inputs = weight.shape
+        out = torch.empty(len(self.order), outputs, dtype=torch.float32, device=x.device)
+        if out.numel():
+            launch(
+                kernels.expert_product, (-(-outputs // dense.OUTPUTS), self.tiles), x.contiguous(), addresses,
+                out if biases is None else biases, self.order, self.experts, self.firsts, self.ends, out, outputs,
+                inputs, inputs // 32, SHARE=share, KIND=weight.kind if packed else "float",
+                HAS_BIAS=biases is not None, ELEMENT=elements()[dtype], ROWS=self.rows, OUTPUTS=dense.OUTPUTS,
+                STEP=dense.STEP, PRECISION="ieee" if dtype == torch.float32 else "tf32", warps=self.warps,
+                stages=self.stages,
+            )  # fmt: skip
+        return out
