@@ -194,8 +194,9 @@ class Vllm:
         import vllm
 
         self.model = vllm.LLM(
-            path, dtype=dtype, max_model_len=LONGEST, enable_prefix_caching=False, disable_log_stats=False
-        )
+            path, dtype=dtype, max_model_len=LONGEST, enable_prefix_caching=False, disable_log_stats=False,
+            gpu_memory_utilization=0.4,  # of the machine's memory, which others use too: the default asks for 0.92
+        )  # fmt: skip
         self.version = vllm.__version__
         self.sampling = vllm.SamplingParams
 
