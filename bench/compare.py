@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -57,6 +58,7 @@ class Process:
         self.process = subprocess.Popen(
             [python, str(WORKER), engine, path],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
+            start_new_session=True,
         )  # fmt: skip
         self.failure: str | None = None
         self.version = "not loaded"
@@ -105,7 +107,8 @@ def process(engine: str, peer: Peer, threads: int) -> Iterator[Process]:
     try:
         yield worker
     finally:
-        worker.process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(worker.process.pid, signal.SIGKILL)  # with the processes that it started, as vLLM does
         worker.process.wait()
 
 
