@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, contextmanager
 
 from lmstate.cluster import Cluster
-from lmstate.cluster.handle import ReplicaLost
+from lmstate.cluster.handle import ReplicaLost, Unreached
 from lmstate.cluster.served import ServedEngine
 from lmstate.cluster.serving import FrontFiles
 from lmstate.cluster.wire import WireNews, unpack
@@ -16,11 +16,11 @@ from lmstate.engine import Engine
 
 class LocalChannel:
     """Calls to an engine of this process. `dies_after`: tokens of an answer after which it is dead. `deaf`: no note
-    arrives."""
+    arrives. `unreached`: so many requests do not arrive."""
 
     def __init__(self, engine: Engine, rank: int) -> None:
         self.served, self.dead, self.dies_after = ServedEngine(engine, rank), False, -1
-        self.taken, self.deaf = 0, False
+        self.taken, self.deaf, self.unreached = 0, False, 0
         self.calls = Counter[str]()
 
     async def call(self, method: str, told: bytes) -> bytes:
@@ -33,6 +33,9 @@ class LocalChannel:
     async def stream(self, method: str, told: bytes) -> AsyncGenerator[bytes]:
         if self.dead:
             raise ReplicaLost("it is dead")
+        if method == "answer" and self.unreached:
+            self.unreached -= 1
+            raise Unreached("it was replaced")
         self.taken += 1
         tokens = 0
         async for data in getattr(self.served, method)(told):

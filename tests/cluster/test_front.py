@@ -255,7 +255,7 @@ def test_pieces_that_do_not_follow_are_refused() -> None:
             Work(PicturePrompt([1]), lmstate.SamplingParams()),
             [1],
             send,
-            lambda function: function(),
+            lambda function, seconds: function(),
             lambda: None,  # type: ignore[arg-type, return-value]
         )
         request.start()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import lmstate
 from lmstate.cluster.handle import ReplicaLost, Work
 from lmstate.cluster.moving import MovingRequest
+from lmstate.cluster.served import ServedEngine
 from lmstate.cluster.wire import (
     ERRORS,
     WireNews,
@@ -24,7 +25,7 @@ from lmstate.cluster.wire import (
     work_of_wire,
     work_to_wire,
 )
-from lmstate.engine import Drained, Engine, QueueFull, SessionBusy
+from lmstate.engine import Drained, Engine, EngineClosed, QueueFull, SessionBusy
 from lmstate.engine.results import SessionMoved
 from lmstate.errors import RewindError, UnsupportedError
 from lmstate.vision.reader import PicturePrompt
@@ -215,3 +216,35 @@ def test_a_text_is_embedded_at_a_replica_that_lives() -> None:
             channel.dead = True
         with pytest.raises(ReplicaLost):
             cluster.front.embed(ids).result(60)
+
+
+@pytest.mark.parametrize("unreached", [0, 4])
+def test_an_answer_waits_for_the_replica_that_replaces_the_last_one(unreached: int) -> None:
+    """Replicas that it did not come to do not count as moves."""
+    model, ids = ours("llama"), prompt(60, 2)
+    with Engine(model) as alone, fleet(Engine(model)) as (cluster, (channel,)):
+        channel.dies_after = 5
+        answer = cluster.front.submit(ids, **GIVEN)
+        wait_until(lambda: channel.dead)
+        channel.served = ServedEngine(channel.served.engine, 0)  # another process at the same rank
+        channel.unreached, channel.dies_after, channel.dead = unreached, -1, False
+        check(answer, alone.submit(ids, **GIVEN))
+        assert isinstance(answer, MovingRequest) and answer.moves == 1
+
+
+def test_an_answer_waits_no_longer_than_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmstate.cluster.serving.PATIENCE", 0.5)
+    with fleet(Engine(ours("llama"))) as (cluster, (channel,)):
+        channel.dies_after = 5
+        answer = cluster.front.submit(prompt(60, 2), **GIVEN)
+        with pytest.raises(EngineClosed, match="no replica takes requests"):
+            answer.result(600)
+
+
+def test_an_answer_that_waits_ends_with_its_front() -> None:
+    with fleet(Engine(ours("llama"))) as (cluster, (channel,)):
+        channel.dies_after = 5
+        answer = cluster.front.submit(prompt(60, 2), **GIVEN)
+        wait_until(lambda: channel.dead and not cluster.front.replicas)
+    with pytest.raises(EngineClosed):
+        answer.result(60)

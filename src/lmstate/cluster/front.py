@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from threading import Lock
+from threading import Lock, Timer
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
 
-from lmstate.cluster.handle import Errand, Listener, ReplicaHandle, ReplicaLost, Work
+from lmstate.cluster.handle import Errand, Listener, NoReplica, ReplicaHandle, ReplicaLost, Work
 from lmstate.cluster.key import RouteKey, route_key
 from lmstate.cluster.moving import MovingRequest
 from lmstate.cluster.placement import Placement, ReplicaView, RouteCosts
@@ -41,10 +41,16 @@ class Front:
     replicas  of one namespace: the same weights, data type and KV policy, and one shared store if there are sessions
     model     for its tokenizer and its limits; nothing is computed with it
     costs     seconds of reading and fetching, by which replicas are chosen
+    patience  seconds that an answer waits for a replica to go on at, if there is none
     """
 
     def __init__(
-        self, replicas: Sequence[ReplicaHandle], model: ServingModel, *, costs: RouteCosts | None = None
+        self,
+        replicas: Sequence[ReplicaHandle],
+        model: ServingModel,
+        *,
+        costs: RouteCosts | None = None,
+        patience: float = 0.0,
     ) -> None:
         if not replicas:
             raise ValueError("a Front was asked for without replicas; give one or more")
@@ -57,6 +63,7 @@ class Front:
         self._draining: set[str] = set()
         self._lengths: OrderedDict[str, int] = OrderedDict()  # tokens of sessions
         self._lock = Lock()
+        self._patience = patience
         self._movers = ThreadPoolExecutor(MOVERS, "lmstate-moves")
         self._closed = False
         self.moved = self.lost = 0  # requests, replicas
@@ -132,7 +139,8 @@ class Front:
             key = route_key([], session=session, tenant=salt)
             key = replace(key, tokens=self._lengths.get(session, 0) + len(told))
         work = Work(told, params, priority, deadline, itl, session, idempotency_key, salt, sender)
-        request = MovingRequest(work, ids, partial(self._send, key), self._movers.submit, self._thinking_format, settle)
+        send = partial(self._send, key)
+        request = MovingRequest(work, ids, send, self._later, self._thinking_format, settle, self._patience)
         if session is not None:
             request.when_done(partial(self._measure, session))
         request.start()
@@ -140,6 +148,21 @@ class Front:
 
     def _read(self, prompt: Any, salt: str) -> PicturePrompt:
         return read_prompt(self.model, prompt, self._replay, salt)
+
+    def _later(self, function: Callable[[], None], seconds: float) -> None:
+        if not seconds:
+            self._movers.submit(function)
+            return
+
+        def call() -> None:
+            try:
+                self._movers.submit(function)
+            except RuntimeError:  # the front was closed meanwhile, which the function finds out
+                function()
+
+        timer = Timer(seconds, call)
+        timer.daemon = True
+        timer.start()
 
     def _send(
         self, key: RouteKey, work: Work, answered: list[list[int]], listener: Listener, tried: list[str]
@@ -160,7 +183,7 @@ class Front:
             with self._lock:
                 self._placement.sent(key, replica.id)
             return errand
-        raise refused or EngineClosed("no replica takes requests now: all are lost or are being drained")
+        raise refused if isinstance(refused, QueueFull) else NoReplica()
 
     def by_choice(self, key: RouteKey) -> list[ReplicaHandle]:
         """The replicas that take requests, the best for this key first."""

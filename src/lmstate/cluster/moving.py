@@ -9,7 +9,7 @@ from functools import partial
 from threading import RLock
 from time import monotonic
 
-from lmstate.cluster.handle import Errand, Listener, ReplicaLost, Told, Work
+from lmstate.cluster.handle import Errand, Listener, NoReplica, ReplicaLost, Told, Unreached, Work
 from lmstate.engine.delivery import Delivery
 from lmstate.engine.request import Request
 from lmstate.engine.results import Completion, Drained, EngineClosed, EngineError, Piece, QueueFull
@@ -17,11 +17,16 @@ from lmstate.generation.thinking import ThinkingFormat
 
 LOG = logging.getLogger(__name__)
 MOST_MOVES = 2
+LOOK = 0.25  # seconds between two looks for a replica, while there is none
 LEAST_SECONDS = 1e-3  # of a deadline that is left to a request that moves
 
 Send = Callable[[Work, list[list[int]], Listener, list[str]], Errand]
 """`send(work, answered, listener, tried)`: have a replica go on with it that is not in `tried`, and add it there.
 Raises what `Engine.submit` does."""
+
+
+Later = Callable[[Callable[[], None], float], object]
+"""`later(function, seconds)`: call it then, on a thread that may wait."""
 
 
 class MovingRequest(Request):
@@ -32,15 +37,16 @@ class MovingRequest(Request):
         work: Work,
         ids: list[int],
         send: Send,
-        later: Callable[[Callable[[], None]], object],
+        later: Later,
         thinking: Callable[[], ThinkingFormat],
         settle: Callable[[], None] | None = None,
+        patience: float = 0.0,
     ) -> None:
-        """`ids`: of the prompt, if they are known; `later(function)` calls it soon, on a thread that may wait;
+        """`ids`: of the prompt, if they are known; `patience`: seconds that it waits for a replica to go on at;
         `settle` is called on such a thread before the outcome is told."""
         super().__init__(ids, self._forward, Delivery(), thinking)
         self.moves = 0
-        self._settle = settle
+        self._settle, self._patience = settle, patience
         self._attempt = 0  # number of the replica that is heard
         self._tried: list[str] = []  # replicas, since it moved
         self._refusal: Exception | None = None
@@ -51,6 +57,8 @@ class MovingRequest(Request):
         self._answered: list[list[int]] = [[] for _ in range(work.params.n)]
         self._texts = [""] * work.params.n
         self._ended = [False] * work.params.n
+        self._stranded: float | None = None  # since when there is no replica to go on at
+        self._came = False  # whether it came to the replica that is heard
         self._heard = 0  # pieces from the replica that is heard
         self._told_read: int | None = None  # of these, as many as the replica knows to be read
 
@@ -101,6 +109,7 @@ class MovingRequest(Request):
             if attempt != self._attempt or self.done:
                 return
             if told.reused is not None:
+                self._came = True
                 self.computed = told.computed
                 if self.reused is None:
                     self.begin(told.reused)
@@ -114,15 +123,15 @@ class MovingRequest(Request):
             outcome = told.outcome
             if outcome is None:
                 self._delivery.deliver()
-            elif isinstance(outcome, QueueFull | EngineClosed) and told.reused is None:  # it was not begun there
-                self._refusal = outcome
+            elif isinstance(outcome, QueueFull | EngineClosed | Unreached) and not self._came:
+                self._refusal = outcome if isinstance(outcome, QueueFull) else None
                 self._go_on()
             elif not isinstance(outcome, Drained | ReplicaLost):
                 self._attempt += 1  # nothing more is heard of it
                 if self._settle is None:
                     self._finish(outcome)
                 else:
-                    self._later(partial(self._settled, outcome))
+                    self._later(partial(self._settled, outcome), 0.0)
             elif self.moves == MOST_MOVES:
                 gave_up = f"the answer moved {self.moves} times, and its replica ended again: {outcome}"
                 self._finish(EngineError(gave_up))
@@ -135,12 +144,21 @@ class MovingRequest(Request):
     def _go_on(self) -> None:
         """Send it to another replica."""
         self._attempt += 1
-        self._errand, self._heard, self._told_read = None, 0, None
-        self._later(self._move)
+        self._errand, self._came, self._heard, self._told_read = None, False, 0, None
+        self._later(self._move, 0.0)
 
     def _move(self) -> None:
         try:
             self.start()
+            self._stranded = None
+        except NoReplica as error:  # one that replaces the last one may come
+            self._stranded = self._stranded or monotonic()
+            if self._refusal is not None or monotonic() - self._stranded >= self._patience:
+                with self._lock:
+                    self._finish(self._refusal or error)
+            else:
+                self._tried = []
+                self._later(self._move, LOOK)
         except Exception as error:
             with self._lock:
                 self._finish(self._refusal or error)

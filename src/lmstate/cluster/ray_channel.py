@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lmstate.cluster.handle import ReplicaLost
+from lmstate.cluster.handle import ReplicaLost, Unreached
 
 
 class RayChannel:
@@ -43,9 +43,11 @@ def _lost() -> Iterator[None]:
     """Every error of Ray is one of the replica or the way to it: our methods raise nothing."""
     from grpc import RpcError
     from ray.exceptions import RayError
-    from ray.serve.exceptions import RayServeException
+    from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
     try:
         yield
+    except DeploymentUnavailableError as error:
+        raise Unreached("Ray has no such replica now") from error
     except (RayError, RayServeException, RpcError) as error:
         raise ReplicaLost(f"Ray could not reach a replica: {type(error).__name__}") from error

@@ -335,10 +335,12 @@ async def watch(channel: Channel, loop: CallLoop, add: Callable[[RemoteReplica],
                 view = unpack(await channel.call("view", b""), WireView)
                 if replica is None or replica.lost or replica.id != view.id:
                     facts = unpack(await channel.call("about", b""), WireFacts)
-                    if replica is not None:
-                        replica.lose(ReplicaLost(f"replica {replica.id} was replaced"))
-                    replica = RemoteReplica(channel, loop, facts, view)
-                    add(replica)
+                    before, replica = replica, RemoteReplica(channel, loop, facts, view)
+                    try:
+                        add(replica)
+                    finally:
+                        if before is not None:  # its answers go on at the new one
+                            before.lose(ReplicaLost(f"replica {before.id} was replaced"))
             seen = asyncio.get_running_loop().time()
             replica.see(view)
         except (ReplicaLost, TimeoutError) as error:

@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Any
 from uuid import uuid4
 
-from lmstate.cluster.handle import ReplicaLost, Told, submitted
+from lmstate.cluster.handle import Told, Unreached, submitted
 from lmstate.cluster.parts import Uploads, WirePart, parts_of_file
 from lmstate.cluster.pictures import KeptPictures, WirePicture, read_picture
 from lmstate.cluster.wire import (
@@ -223,7 +223,7 @@ class ServedEngine:
 
     def _refuse_replaced(self, to: str) -> None:
         if to != self.id:
-            raise ReplicaLost(f"replica {to} was replaced")
+            raise Unreached(f"replica {to} was replaced")
 
     async def drain(self, told: bytes) -> bytes:
         """`WireAnswer`: whether the store took all, once running requests ended or were told to go on elsewhere."""

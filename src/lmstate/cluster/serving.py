@@ -40,6 +40,7 @@ from lmstate.text.tokenizer import Tokenizer
 from lmstate.vision.reader import PicturePrompt, PictureReader
 
 NO_STORE = "the replicas share no store, so that there are no sessions: start the server with --store URL"
+PATIENCE = 120.0  # seconds that an answer waits for Ray to replace the last replica
 NO_REPLICA = "no replica answers now"
 
 
@@ -142,7 +143,8 @@ class ServingFront(Front):
         costs: RouteCosts | None = None,
     ) -> None:
         model = RemoteModel.of(replicas[0].facts, files)
-        super().__init__(replicas, model, costs=costs or RouteCosts(fetch=None if store is None else 0.01))
+        costs = costs or RouteCosts(fetch=None if store is None else 0.01)
+        super().__init__(replicas, model, costs=costs, patience=PATIENCE)
         self._tier = None if store is None else open_tier(store, self.namespace, 0)
         self._conversations = Conversations(model, None, Replay(), self._tier)
         self._loop = loop

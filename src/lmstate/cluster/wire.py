@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
-from lmstate.cluster.handle import ReplicaLost, Told, Work
+from lmstate.cluster.handle import ReplicaLost, Told, Unreached, Work
 from lmstate.cluster.pictures import PictureMissing
 from lmstate.engine.results import (
     Completion,
@@ -36,7 +36,7 @@ from lmstate.vision.reader import PicturePrompt
 ERRORS: dict[str, type[Exception]] = {
     error.__name__: error
     for error in (
-        QueueFull, EngineClosed, StoreUnreachable, SessionBusy, ReplicaLost, CapacityError, UnsupportedError,
+        QueueFull, EngineClosed, StoreUnreachable, SessionBusy, Unreached, ReplicaLost, CapacityError, UnsupportedError,
         SnapshotError, StateError, EngineError, ValueError, TypeError,
     )
 }  # fmt: skip
