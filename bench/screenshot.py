@@ -78,7 +78,7 @@ def talk(page: Any, url: str) -> None:
         page.fill("#text", text)
         page.press("#text", "Enter")
         ended(page, count)
-    page.locator("#pane [aria-label='Another answer, in a new branch']").last.click()
+    page.locator("#pane [aria-label='Regenerate this answer, in a new branch']").last.click()
     page.wait_for_selector("#pane [aria-label='The next branch']")
     ended(page, len(ASKED))
 

@@ -7,6 +7,7 @@ import json
 import re
 import tempfile
 import tomllib
+from html import escape
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -103,6 +104,19 @@ def test_code_is_highlighted_unless_that_takes_too_long(monkeypatch: pytest.Monk
     monkeypatch.setattr(markdown, "HIGHLIGHT_SECONDS", 0.0)
     assert "span" not in render("```python\nimport os\n```")
     assert "import os" in render("```python\nimport os\n```")
+
+
+def test_code_names_its_language_and_nothing_else() -> None:
+    assert '<pre class="code language-c++">' in render("```c++\nint x;\n```")
+    for language in ('"onload=x', "a&quot;b", "<b>", "x" * 31, "é"):
+        assert '<pre class="code">' in render(f"```{language}\nx\n```")
+
+
+def test_what_a_person_said_is_shown_as_it_was_typed(client: httpx.Client) -> None:
+    id = create(client)
+    for said in ("# no heading\n\n  * no list & no *stress*", *HOSTILE):
+        parent = node(client, id, say(client, id, said)["parent"])
+        assert parent["blocks"] == [[0, f'<div class="typed">{escape(said)}</div>']]
 
 
 def test_a_growing_text_ends_as_the_whole_text_is_rendered() -> None:

@@ -54,7 +54,7 @@ def test_nothing_serious_is_found_on_any_view(visit: Visit, scheme: str, size: s
     visit.settings(max_tokens=12, temperature=0)
     visit.say(MARKDOWN)
     found["chat"] = findings(page)
-    visit.branch(lambda: visit.act("Another answer, in a new branch"))
+    visit.branch(lambda: visit.act("Regenerate this answer, in a new branch"))
     for name, key in {"tree": "Alt+t", "state": "Alt+s", "settings": "Alt+Comma"}.items():
         page.keyboard.press(key)
         page.wait_for_selector("#panel h2")
@@ -68,7 +68,7 @@ def test_nothing_serious_is_found_on_any_view(visit: Visit, scheme: str, size: s
     visit.act("Show the next branch beside this one")
     page.wait_for_selector("#other article")
     found["compare"] = findings(page)
-    visit.act("Say this otherwise, in a new branch")
+    visit.act("Edit this message, in a new branch")
     found["edit"] = findings(page)
     page.locator("#rename").click()
     page.wait_for_selector("#dialog[open]")

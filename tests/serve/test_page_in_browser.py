@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import lmstate
+from lmstate.cluster.serving import FrontFiles
 from lmstate.engine import Engine
 from lmstate.engine.tiers.folder import RECORDS
 from lmstate.engine.tiers.sqlite_records import inflate
@@ -21,7 +22,7 @@ from lmstate.serve import Settings
 from lmstate.serve.conversations import keeper
 from tests.cluster.helpers import fleet
 from tests.serve.browser import Visit, needs_chromium
-from tests.serve.running import Running, running, save_tiny, standing_still
+from tests.serve.running import Running, running, save_tiny, saying, standing_still
 from tests.serve.test_behavior import command, held
 from tests.serve.test_page import ROOT, look, say
 from tests.waiting import GUARD, wait_until
@@ -60,7 +61,7 @@ def test_a_conversation_is_a_tree_and_walking_it_computes_nothing(visit: Visit) 
     page = visit.page
     visit.settings(max_tokens=12, temperature=0)
     first = visit.say("Name a river.")
-    page.locator("#pane [aria-label='Say this otherwise, in a new branch']").click()
+    page.locator("#pane [aria-label='Edit this message, in a new branch']").click()
     page.fill("form.edit textarea", "Name a mountain.")
     visit.branch(lambda: page.press("form.edit textarea", "Enter"))
     visit.until("document.querySelector('#pane .user .body')?.innerText.includes('mountain')")
@@ -73,7 +74,7 @@ def test_a_conversation_is_a_tree_and_walking_it_computes_nothing(visit: Visit) 
     page.locator("#panel .map button.assistant").last.click()
     assert visit.last() == second
     assert [method for method, _ in visit.asked[before:] if method != "GET"] == []
-    visit.branch(lambda: visit.act("Another answer, in a new branch"))
+    visit.branch(lambda: visit.act("Regenerate this answer, in a new branch"))
     page.wait_for_selector("#panel .map li:nth-child(2) .map button.assistant >> nth=1")
     page.keyboard.press("Alt+z")
     assert visit.answers() == 0
@@ -83,7 +84,7 @@ def test_a_conversation_is_a_tree_and_walking_it_computes_nothing(visit: Visit) 
 def test_two_branches_stand_side_by_side_and_go_on_together(visit: Visit) -> None:
     visit.settings(max_tokens=10, temperature=0)
     visit.say("Name a river.")
-    visit.branch(lambda: visit.act("Another answer, in a new branch"))
+    visit.branch(lambda: visit.act("Regenerate this answer, in a new branch"))
     visit.act("Show the next branch beside this one")
     assert visit.page.locator("#other article").count() == 2
     visit.say("And another one.", 2)
@@ -168,6 +169,35 @@ def test_prompts_that_are_markup_do_nothing(visit: Visit) -> None:
     assert visit.page.locator("#panel img, #list img").count() == 0
 
 
+def test_an_empty_page_has_examples_and_a_cut_answer_says_so(visit: Visit) -> None:
+    page = visit.page
+    example = page.locator(".welcome li button").first
+    text = example.inner_text()
+    example.click()
+    assert page.input_value("#text") == text and page.evaluate("document.activeElement.id") == "text"
+    visit.settings(max_tokens=2)
+    visit.say(text)
+    assert page.locator(".welcome").count() == 0
+    assert page.inner_text("article.user h2") == "You" and page.inner_text("article.assistant h2") == "smollm2"
+    assert "as long as it may be" in page.inner_text("article.assistant .cut")
+
+
+def test_code_shows_its_language_and_is_copied_from_a_head_that_stays(visit: Visit, real: Running) -> None:
+    page = visit.page
+    visit.settings(max_tokens=600)
+    lines = "\n".join(f"x{line} = {line}" for line in range(60))
+    with saying(real, f"So:\n\n```python\n{lines}\n```\n"):
+        visit.say("Code, please.")
+    assert page.inner_text(".code-head span") == "python"
+    page.evaluate("document.getElementById('pane').scrollTop += 300")
+    pane, head = (page.locator(one).bounding_box() for one in ("#pane", ".code-head"))
+    assert pane["y"] - 1 <= head["y"] <= pane["y"] + 1, "it stays at the top while the code scrolls"
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.click("[aria-label='Copy code']")
+    visit.until("document.querySelector('[aria-label=\"Copy code\"]').textContent === 'Copied'")
+    assert page.evaluate("navigator.clipboard.readText()").strip() == lines
+
+
 def test_two_tabs_see_one_conversation(visit: Visit, real: Running) -> None:
     visit.settings(max_tokens=8)
     other = Visit(visit.page.context, visit.page.url)
@@ -195,7 +225,7 @@ def test_two_tabs_see_one_answer_grow_and_either_stops_it(visit: Visit, real: Ru
     assert visit.last() == other.last()
     assert not visit.page.is_visible("#stop") and other.wrong == []
     with standing_still(real.engine, 40):
-        other.act("Another answer, in a new branch")
+        other.act("Regenerate this answer, in a new branch")
         visit.page.wait_for_selector("#pane [aria-label='The next branch']")
         visit.page.keyboard.press("Escape")
         other.page.click("#stop")
@@ -259,7 +289,7 @@ def test_the_settings_show_the_replicas(browser: Any, tiny_model: lmstate.Model)
     context = browser.new_context()
     settings = Settings("tiny", port=0)
     with (
-        fleet(Engine(tiny_model), Engine(tiny_model), tokenizer=tiny_model.tokenizer) as (cluster, _),
+        fleet(Engine(tiny_model), Engine(tiny_model), files=FrontFiles(tiny_model.tokenizer)) as (cluster, _),
         running(cluster.front, settings) as server,
     ):
         page = Visit(context, server.url).page

@@ -11,10 +11,12 @@ import httpx
 import pytest
 
 import lmstate
+from lmstate.cluster.serving import FrontFiles
 from lmstate.engine import Engine
 from lmstate.serve import Settings
 from lmstate.serve.conversations.store import ConversationStore
 from lmstate.vision.reader import name_of
+from tests.cluster.helpers import fleet
 from tests.serve.running import Running, running
 from tests.serve.test_page import ROOT, create, ended, look, node, tokens
 from tests.serve.test_pictures import OTHER, PICTURE, expected, openai_parts, url
@@ -280,6 +282,24 @@ def test_two_servers_of_one_store_have_the_pictures(
     answer = here.post(f"{ROOT}/{id}/say", json={"text": "x", "pictures": [url(PICTURE)]})
     assert answer.status_code == 404
     assert kept(servers[0]).picture(id, name_of(PICTURE)) is None
+
+
+def test_a_front_of_replicas_takes_pictures(model: lmstate.Model, client: httpx.Client) -> None:
+    files = FrontFiles(model.tokenizer, model.folder)
+    with (
+        fleet(Engine(model), Engine(model), files=files) as (cluster, _),
+        running(cluster.front, Settings("tiny", port=0)) as server,
+        server.client() as there,
+    ):
+        assert there.get("/page/about").json()["pictures"] is True
+        answers = []
+        for one in (client, there):
+            id = create(one, max_tokens=4, temperature=0)
+            first = show(one, id, "what is this?", PICTURE)
+            second = show(one, id, "and this?", OTHER, parent=first["id"])
+            assert one.get(f"{ROOT}/{id}/{second['id']}/state").status_code == 200
+            answers.append([(each["text"], each["usage"]["prompt"]) for each in (first, second)])
+        assert answers[0] == answers[1]
 
 
 def test_a_branch_as_a_file_has_its_pictures(client: httpx.Client, model: lmstate.Model) -> None:

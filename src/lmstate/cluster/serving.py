@@ -38,6 +38,7 @@ from lmstate.text.grammars.compiler import GrammarCompiler
 from lmstate.text.replay import Replay
 from lmstate.text.tokenizer import Tokenizer
 from lmstate.vision.reader import PicturePrompt, PictureReader
+from lmstate.vision.tower import has_tower
 
 NO_STORE = "the replicas share no store, so that there are no sessions: start the server with --store URL"
 PATIENCE = 120.0  # seconds that an answer waits for Ray to replace the last replica
@@ -113,7 +114,8 @@ class RemoteModel:
 
     @property
     def sees(self) -> bool:
-        return False
+        """Whether it takes pictures, as far as its files tell without reading the vision tower."""
+        return self._folder is not None and has_tower(self._folder)
 
     def pictures(self) -> PictureReader:
         """The reader of its pictures, opened with the first call: a front's tower runs on the CPU."""

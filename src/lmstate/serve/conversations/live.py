@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lmstate.serve.conversations.markdown import render_blocks
+from lmstate.serve.conversations.markdown import render_blocks, typed_blocks
 from lmstate.serve.conversations.tree import Conversation, MessageNode
 
 if TYPE_CHECKING:
@@ -27,6 +27,11 @@ class Shown:
 
     def show(self, blocks: list[str]) -> None:
         self.blocks, self.changed = blocks, [self.version] * len(blocks)
+
+
+def blocks_of(node: MessageNode) -> list[str]:
+    """A message as HTML: an answer's Markdown, and what a person said as it was typed."""
+    return typed_blocks(node.text) if node.role == "user" else render_blocks(node.text)
 
 
 class Live:
@@ -64,7 +69,7 @@ class Live:
             known = mine.nodes.get(id)
             if known is None or (known != node and (known.turn, known.writer) != (node.turn, writer)):
                 changed[id] = node
-        blocks = [await asyncio.to_thread(render_blocks, node.text) for node in changed.values()]
+        blocks = [await asyncio.to_thread(blocks_of, node) for node in changed.values()]
         nodes = mine.nodes | changed
         mine.nodes = {id: nodes[id] for id in dict.fromkeys((*there.nodes, *nodes))}
         if there.generation != mine.generation:
@@ -107,8 +112,7 @@ class Live:
         for id, shown in list(self._shown.items()):
             node = self.conversation.nodes[id]
             if shown.blocks is None and node.status != "running":
-                text = node.text
-                blocks = await asyncio.to_thread(render_blocks, text)
+                blocks = await asyncio.to_thread(blocks_of, node)
                 if shown.blocks is None:
                     shown.show(blocks)
 
@@ -122,7 +126,7 @@ class Live:
     def _told(self, node: MessageNode, seen: int) -> dict[str, Any]:
         shown = self._shown[node.id]
         if shown.blocks is None and node.status != "running":
-            shown.show(render_blocks(node.text))
+            shown.show(blocks_of(node))
         blocks = shown.blocks or []
         whole: dict[str, Any] = {} if node.status == "running" else {"text": node.text}
         if (request := self.running.get(node.id)) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -27,6 +28,7 @@ ATTRIBUTES = {"a": {"href", "title"}, "ol": {"start"}, **{tag: {"class"} for tag
 # Characters of a code block and of a line in one that is highlighted, and seconds that it may take: many lexers need
 # time that grows with the square of a line. Code that is longer, or takes longer, is shown plain.
 MOST_HIGHLIGHTED, LONGEST_LINE, HIGHLIGHT_SECONDS = 50_000, 1_000, 0.5
+LANGUAGE = re.compile(r"[A-Za-z0-9+#._-]{1,30}")  # that a block of code may say it is in
 INTERVAL, SHARE = 0.06, 8  # seconds between two renderings of a growing text, and how many times their own cost
 
 
@@ -38,10 +40,12 @@ def _parser() -> MarkdownIt:
 
 def _highlighted(code: str, language: str, _: str) -> str:
     inside = escape(code)
+    language = language if LANGUAGE.fullmatch(language) else ""
     if language and len(code) <= MOST_HIGHLIGHTED and all(len(line) <= LONGEST_LINE for line in code.splitlines()):
         with suppress(ClassNotFound, TimeoutError):
             inside = pygments.format(_tokens(code, get_lexer_by_name(language)), HtmlFormatter(nowrap=True))
-    return f'<pre class="code"><code>{inside}</code></pre>'
+    named = f" language-{language}" if language else ""
+    return f'<pre class="code{named}"><code>{inside}</code></pre>'
 
 
 def _tokens(code: str, lexer: Lexer) -> Iterator[tuple[Any, str]]:
@@ -82,6 +86,11 @@ def render(text: str) -> str:
 
 def render_blocks(text: str) -> list[str]:
     return [render(block) for block in split_blocks(text)]
+
+
+def typed_blocks(text: str) -> list[str]:
+    """A text as it was typed, as one block."""
+    return [f'<div class="typed">{escape(text)}</div>'] if text else []
 
 
 class GrowingMarkdown:

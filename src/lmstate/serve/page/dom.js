@@ -36,12 +36,14 @@ export function showHtml(element, html) {
   const made = document.createElement("div");
   made.innerHTML = policy ? policy.createHTML(html) : html;
   for (const code of made.querySelectorAll("pre.code")) {
+    const language = /language-(\S+)/.exec(code.className)?.[1] ?? "";
     const box = el("div", { class: "code-box" });
     code.replaceWith(box);
     code.tabIndex = 0; // a block that scrolls can be scrolled by keys
     code.setAttribute("role", "region");
-    code.setAttribute("aria-label", "Code");
-    box.append(copyButton(() => box.querySelector("code").textContent, "Copy code"), code);
+    code.setAttribute("aria-label", language ? `Code in ${language}` : "Code");
+    const head = el("div", { class: "code-head" }, el("span", {}, language || "text"), copyButton(() => box.querySelector("code").textContent, "Copy code"));
+    box.append(head, code);
   }
   graft(element, made);
 }

@@ -24,6 +24,7 @@ const actions = {
     const sent = { parent: node.parent, text: said, pictures: await pictures.sent(conversation.root) };
     goTo((await post(`${conversation.root}/say`, sent)).answer);
   }),
+  example: (said) => { text.value = said; fit(); keepDraft(); text.focus(); },
   refused: problem,
   sees: () => Boolean(about?.pictures),
 };
@@ -334,5 +335,6 @@ text.focus();
 get("/page/about").then((told) => {
   about = told;
   hide(byId("attach"), !told.pictures);
+  panes.forEach((pane) => pane.named(told.model));
   byId("model").textContent = `${told.model}${told.context ? `, ${told.context.toLocaleString("en")} tokens of context` : ""}.`;
 }).catch((error) => problem(error.message));

@@ -4,7 +4,8 @@ import { button, copyButton, el, hide, showHtml, showText } from "./dom.js";
 import { Attached, pictureRow, picturesOf } from "./pictures.js";
 
 const SLICE = 40; // messages of a long branch that are made in a frame, the last ones first
-const CALLED = { user: "You", assistant: "Answer" };
+const CUT = { length: "Cut off: the answer was as long as it may be. Continue writes on.", stopped: "Stopped before its end. Continue writes on." };
+const EXAMPLES = ["Explain recursion to a child, with an example.", "Write a Python function that finds the primes up to n.", "Plan a weekend in Rome as a table."];
 
 export class Pane {
   /** `actions`: what the buttons of a message do, each called with the message. */
@@ -13,9 +14,16 @@ export class Pane {
     this.actions = actions;
     this.shown = new Map();
     this.editing = null;
+    this.model = "Answer"; // the name above answers
     this.looked = [null, null]; // the conversation, and the last message of the branch
     this.most = SLICE;
     this.due = false;
+  }
+
+  /** Have answers bear the name of the model. */
+  named(model) {
+    this.model = model;
+    for (const view of this.shown.values()) if (view.role !== "user") showText(view.name, model);
   }
 
   show(conversation, leaf) {
@@ -30,8 +38,9 @@ export class Pane {
     if (this.editing && !wanted.has(this.editing)) this.editing = null;
     this.element.querySelector(".welcome")?.remove();
     if (!path.length) {
-      this.element.append(el("p", { class: "welcome" },
-        "Say something. Every answer can be asked for again, every message said otherwise: the conversation becomes a tree, and no branch computes what another has."));
+      this.element.append(el("div", { class: "welcome" },
+        el("p", {}, "Say something. Every answer can be regenerated, every message edited: the conversation becomes a tree, and no branch computes what another has."),
+        el("ul", { "aria-label": "Examples" }, ...EXAMPLES.map((text) => el("li", {}, button(text, () => this.actions.example(text)))))));
     }
     if (path.length <= this.most) this.most = Infinity; // all of them are there: from now on they come one by one
     else this.soon();
@@ -76,13 +85,15 @@ class View {
     this.pane = pane;
     this.blocks = [];
     this.key = this.buttons = "";
-    this.name = el("h2", { class: "name" }, CALLED[node.role]);
+    this.role = node.role;
+    this.name = el("h2", { class: "name" }, node.role === "user" ? "You" : pane.model);
     this.reasoning = el("details", { hidden: true }, el("summary", {}, "Reasoning"), el("div"));
     this.body = el("div", { class: "body" });
     this.pictures = node.pictures.length ? pictureRow(pane.looked[0].root, node.pictures) : null;
+    this.cut = el("p", { class: "cut quiet", hidden: true });
     this.error = el("p", { class: "error", role: "alert", hidden: true });
     this.foot = el("div", { class: "foot", role: "group", "aria-label": `Of this ${node.role === "user" ? "message" : "answer"}` });
-    this.element = el("article", { class: `message ${node.role}`, "data-id": node.id }, this.name, this.pictures, this.reasoning, this.body, this.error, this.foot);
+    this.element = el("article", { class: `message ${node.role}`, "data-id": node.id }, this.name, this.pictures, this.reasoning, this.body, this.cut, this.error, this.foot);
   }
 
   update(node, siblings, last) {
@@ -108,6 +119,8 @@ class View {
       hide(this.reasoning, false);
       showText(this.reasoning.lastChild, node.reasoning);
     }
+    hide(this.cut, !(node.status in CUT));
+    showText(this.cut, CUT[node.status] ?? "");
     hide(this.error, !node.error);
     showText(this.error, node.error);
     // Buttons are made anew only when they would be others: a focused one stays.
@@ -133,15 +146,15 @@ class View {
     }
     found.push(copyButton(() => node.text, node.role === "user" ? "Copy this message" : "Copy this answer"));
     if (node.role === "user") {
-      found.push(button("Edit", () => this.edit(node), { "aria-label": "Say this otherwise, in a new branch" }));
+      found.push(button("Edit", () => this.edit(node), { "aria-label": "Edit this message, in a new branch" }));
       return found;
     }
     if (["stopped", "length", "failed"].includes(node.status)) {
       found.push(button("Continue", () => act.goOn(node), { "aria-label": "Continue this answer" }));
     }
-    found.push(button("Again", () => act.again(node), { "aria-label": "Another answer, in a new branch" }));
+    found.push(button("Regenerate", () => act.again(node), { "aria-label": "Regenerate this answer, in a new branch" }));
     found.push(button("Tokens", () => act.tokens(node), { "aria-label": "The tokens of this answer and their alternatives" }));
-    if (!last) found.push(button("Go on from here", () => act.goTo(node), { "aria-label": "Go on from this answer, in a new branch" }));
+    if (!last) found.push(button("Branch", () => act.goTo(node), { "aria-label": "Branch: go on from this answer" }));
     const { usage } = node;
     if (usage.prompt !== undefined) {
       const rate = usage.decode_ms > 0 ? ` · ${(usage.generated / usage.decode_ms * 1000).toFixed(0)} tokens/s` : "";
@@ -152,7 +165,7 @@ class View {
   }
 
   edit(node) {
-    const text = el("textarea", { rows: "4", "aria-label": "Say this otherwise" });
+    const text = el("textarea", { rows: "4", "aria-label": "Edit this message" });
     text.value = node.text;
     const list = el("ul", { class: "pictures", "aria-label": "Pictures to send", hidden: true });
     const attached = new Attached(list, this.pane.actions.refused);
