@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -304,3 +305,118 @@ def test_damaged_files(tmp_path: Path) -> None:
     write_layers(tmp_path / "moved", {**metadata, "media": metadata["media"].replace("[[0,", "[[1,")}, tensors)
     with pytest.raises(lmstate.SnapshotError, match="token at"):
         model.new_state().restore(0, lmstate.Snapshot.load(tmp_path / "moved"))
+
+
+WHOLE = {"gemma3": None, "gemma3-pattern": None, "gemma3 8 bits": kv.Quantized(8), "gemma3 4 bits": kv.Quantized(4)}
+
+
+def whole_case(case: str) -> tuple[lmstate.Model, Any]:
+    return ours(case.split(" ")[0]), WHOLE[case]
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_whole_pictures_are_one_piece_however_the_text_is_cut(case: str, tmp_path: Path) -> None:
+    """Any cut but inside a picture, in steps of several parts, beside another row, with drafts, rewinds and forks."""
+    (model, policy), luck = whole_case(case), random.Random(case)
+    ids, spans = story(model)
+    more, others = story(model, seed=5)
+    ids, spans = [*ids, *more], (*spans, *(MediaSpan(span.at + len(ids), span.media) for span in others))
+    state = model.new_state(kv=policy)
+    assert state.whole_pictures
+    expected = model([ids], placed(state, spans), logits="all")
+    assert expected is not None
+    expected = expected[0]
+    borders = [at for at in range(len(ids) + 1) if not any(span.at < at < span.end for span in spans)]
+
+    def cut(length: int, most: int) -> list[int]:
+        """The next tokens, about so many of them."""
+        ends = [at for at in borders if at > length]
+        return ids[length : next((at for at in reversed(ends) if at <= length + most), ends[0])]
+
+    state, kept = model.new_state(rows=2, rewind=9, kv=policy), None
+    object.__setattr__(state.layout, "chunk", 24)
+    for _ in range(80):
+        row = luck.randrange(2)
+        length = state.lengths[row]
+        for each in range(2):
+            placed(state, tuple(span for span in spans if span.at >= state.lengths[each]), each)
+        match luck.choice(
+            ["both"] * 3 + ["extend"] * 2 + ["draft", "near", "far", "fork", "mark", "snapshot", "restore"]
+        ):
+            case "both":
+                rows = [cut(held, luck.choice([1, 9, 40])) if held < len(ids) else [] for held in state.lengths]
+                before = state.lengths
+                got = model(rows, state, logits="all")
+                assert got is not None
+                for each, (start, part) in enumerate(zip(before, rows)):
+                    assert torch.equal(got[each, : len(part)], expected[start : start + len(part)])
+            case "extend" if length < len(ids):
+                new = cut(length, luck.choice([1, 2, 5, 17, 90]))
+                got = model([new if i == row else [] for i in range(2)], state, logits="all")
+                assert got is not None and torch.equal(got[row, : len(new)], expected[length : length + len(new)])
+            case "draft" if length < len(ids):
+                new = cut(length, luck.randint(1, 30))
+                model([new if i == row else [] for i in range(2)], state, logits="all", commit=False)
+                inside = [n for n in range(len(new) + 1) if length + n not in borders]
+                if inside:
+                    with pytest.raises(lmstate.PendingError, match="inside a picture"):
+                        state.commit([luck.choice(inside) if i == row else 0 for i in range(2)])
+                n = luck.choice([n for n in range(len(new) + 1) if length + n in borders])
+                state.commit([n if i == row else 0 for i in range(2)])
+            case "near":
+                state.rewind(row, luck.choice([at for at in borders if length - 12 <= at <= length]))
+            case "far":
+                state.rewind(row, luck.choice([at for at in borders if at <= length]))
+            case "fork":
+                state.select([row, row])
+            case "mark":
+                state.mark(row)
+            case "snapshot":
+                state.snapshot(row).save(tmp_path / "row")
+                kept = lmstate.Snapshot.load(tmp_path / "row")
+            case "restore" if kept is not None:
+                state.restore(row, kept)
+        held = state.lengths[row]
+        assert state.tokens(row) == ids[:held]
+        if held:
+            last = model([[], []], state)
+            assert last is not None and torch.equal(last[row], expected[held - 1])
+
+
+def test_no_step_or_rewind_ends_inside_a_whole_picture() -> None:
+    model = ours("gemma3")
+    ids, spans = story(model)
+    state = placed(model.new_state(), spans)
+    second = spans[1]
+    said = f"its positions are {second.at} to {second.end}, so stop at {second.at} or at {second.end}"
+    with pytest.raises(lmstate.StateError, match=said):
+        model([ids[: second.at + 3]], state)
+    with pytest.raises(lmstate.StateError, match=said):
+        state.queue(0, ids[: second.end - 1])
+    assert state.lengths == [0]
+    model([ids[: spans[2].end + 2]], state)
+    with pytest.raises(lmstate.RewindError, match=said):
+        state.rewind(0, second.at + 1)
+    assert state.lengths == [spans[2].end + 2]
+    with pytest.raises(lmstate.UnsupportedError, match="as one piece"):
+        placed(model.new_state(kv=kv.Recent(9)), spans)
+    cut = replace(state.snapshot(0), tokens=tuple(ids[: second.at + 3]), cached=second.at + 3)
+    with pytest.raises(lmstate.SnapshotError, match="stop at"):
+        model.new_state().restore(0, cut)
+    assert not ours("llama").new_state().whole_pictures
+
+
+@pytest.mark.parametrize("case", ["gemma3", "gemma3-pattern"])
+def test_tokens_of_a_whole_picture_see_the_rest_of_it(case: str) -> None:
+    """Its last embedding changes what its first token gives; a later picture does not."""
+    model = ours(case)
+    ids, spans = story(model)
+    expected = whole(model, ids, spans)
+    for index, changed in enumerate(spans):
+        assert changed.media.embeddings is not None
+        embeddings = changed.media.embeddings.clone()
+        embeddings[-1] += 1
+        other = MediaSpan(changed.at, Media.of(embeddings, PLACEHOLDER))
+        got = whole(model, ids, (*spans[:index], other, *spans[index + 1 :]))
+        assert torch.equal(got[: changed.at], expected[: changed.at])
+        assert not torch.allclose(got[changed.at], expected[changed.at], atol=1e-5)

@@ -210,3 +210,40 @@ def test_files_changed_at_random_are_read_or_refused() -> None:
             content[luck.randrange(len(content))] = luck.randrange(256)
         with suppress(lmstate.StateError):
             read_picture(bytes(content)).load()
+
+
+def test_pictures_between_tokens_of_their_own(tmp_path: Path) -> None:
+    """Gemma 3: its template writes the token that begins a picture, and the processor the places behind it."""
+    import transformers as t
+
+    begin, end, place = "<start_of_image>", "<end_of_image>", "<image_soft_token>"
+    template = TEMPLATE.replace("<image>", begin)
+    save_tokenizer(tmp_path, [begin, end, place], template)
+    inner = t.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token=END, additional_special_tokens=[START],
+        extra_special_tokens={"boi_token": begin, "eoi_token": end, "image_token": place},
+    )  # fmt: skip
+    pixels = t.Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+    t.Gemma3Processor(pixels, inner, chat_template=template, image_seq_length=4).save_pretrained(tmp_path)
+    given = config("gemma3")
+    given.text_config.vocab_size, given.image_token_id, given.text_config.eos_token_id = 261, 260, 257
+    torch.manual_seed(0)
+    theirs = t.AutoModelForImageTextToText.from_config(given).eval()
+    randomize(theirs)
+    theirs.save_pretrained(tmp_path)
+    files = [png(30, 20), png(16, 40, seed=1)]
+    model, processor = lmstate.load(tmp_path, weights="float32"), t.AutoProcessor.from_pretrained(tmp_path)
+    prompt = model.encode(said(files[0], "and", files[1]))
+    whole = text = model.tokenizer.decode(prompt.tokens, skip_special_tokens=False)
+    for _ in files:
+        text = text.replace(f"\n\n{begin}{place * 4}{end}\n\n", begin, 1)
+    assert text != whole and text.count(begin) == 2
+    images = [Image.open(io.BytesIO(file)) for file in files]
+    inputs = processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
+    assert inputs["input_ids"][0].tolist() == prompt.tokens
+    with torch.no_grad():
+        expected = theirs(**inputs).logits[0, -1]
+    prompt.place(state := model.new_state())
+    logits = model([prompt.tokens], state)
+    assert logits is not None
+    torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)

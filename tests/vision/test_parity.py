@@ -102,6 +102,12 @@ def config(name: str) -> Any:
     if name == "mistral3":
         seeing = t.PixtralVisionConfig(**SEEING, image_size=16)
         return t.Mistral3Config(vision_config=seeing, text_config=t.MistralConfig(**TEXT), image_token_id=IMAGE)
+    if name == "gemma3":
+        text = t.Gemma3TextConfig(
+            **TEXT, head_dim=16, sliding_window=7, layer_types=["sliding_attention", "full_attention"]
+        )
+        seeing = t.SiglipVisionConfig(**SEEING, image_size=16)
+        return t.Gemma3Config(vision_config=seeing, text_config=text, image_token_id=IMAGE, mm_tokens_per_image=4)
     if name == "lfm2_vl":
         seeing = t.Siglip2VisionConfig(**SEEING, num_patches=16)
         text = t.Lfm2Config(**TEXT, block_multiple_of=32, layer_types=["conv", "full_attention"])
@@ -178,7 +184,8 @@ def pair(name: str) -> tuple[Any, lmstate.Model, Tower]:
 
 
 GRIDS = ["qwen2_vl", "qwen2_5_vl", *WRAPPED]
-FAMILIES = ["llava", "llava_next", "internvl", "idefics3", "smolvlm", "mistral3", "lfm2_vl", *GRIDS]
+WHOLE = ["gemma3"]  # whose pictures are computed as one piece
+FAMILIES = [*WHOLE, "llava", "llava_next", "internvl", "idefics3", "smolvlm", "mistral3", "lfm2_vl", *GRIDS]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -187,7 +194,7 @@ def test_logits_are_those_of_transformers_at_any_cut(name: str) -> None:
     inputs, counts = pictures(name)
     ids = prompt(counts, name)
     types = torch.tensor([[int(token == IMAGE) for token in ids]])
-    beside = {"mm_token_type_ids": types} if name in GRIDS else {}
+    beside = {"mm_token_type_ids": types} if name in GRIDS else {"token_type_ids": types} if name in WHOLE else {}
     with torch.no_grad():
         expected = theirs(input_ids=torch.tensor([ids]), **inputs, **beside).logits[0]
     spans = tower.media(inputs, ids)
@@ -199,6 +206,8 @@ def test_logits_are_those_of_transformers_at_any_cut(name: str) -> None:
             state.place(0, span.at, span.media)
         while at < len(ids):
             size = sizes[len(parts) % len(sizes)]
+            if name in WHOLE:
+                size = next((span.end for span in spans if span.at < at + size < span.end), at + size) - at
             part = model([ids[at : at + size]], state, logits="all")
             assert part is not None
             parts.append(part[0])

@@ -8,6 +8,7 @@ from lmstate.engine.job import Job, Preempted, Reader
 from lmstate.engine.memory import CHECK_EVERY, MemoryBudget
 from lmstate.engine.prefix.tree import shared
 from lmstate.engine.workload import Workload
+from lmstate.state.media import before_picture
 
 WORTH_WAITING = 16  # tokens that another request is about to compute, for which one waits
 
@@ -59,7 +60,9 @@ class Admission:
             if leader.salt != job.salt or len({*keys}) > 1:
                 continue
             until = min(shared(leader.text, job.text), len(job.prompt) - 1)
-            if until - max(leader.at, self._reuse.match(job.text, job.salt).length) >= WORTH_WAITING:
+            if self._work.model.network.whole_pictures:
+                until = before_picture(job.pictured.media, until)
+            if until - max(leader.at, self._reuse.match(job.text, job.pictured, job.salt).length) >= WORTH_WAITING:
                 leader.cuts.add(until)
                 job.follows = (leader, until)
                 return True

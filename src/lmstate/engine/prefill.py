@@ -11,6 +11,7 @@ from lmstate.engine.memory import MemoryBudget
 from lmstate.engine.pace import Pace
 from lmstate.engine.workload import Workload
 from lmstate.generation.logprobs import logprob
+from lmstate.state.media import inside
 
 TOGETHER = 0.1  # seconds that an answer may wait for the prompts of others, so that they begin together
 YIELD = 1e-4  # seconds without the GIL, so that readers can take their token
@@ -36,6 +37,8 @@ class Prefill:
         texts = [(reader.at, min(reader.left(), ECHO_CHUNK) if reader.echo else reader.left()) for reader in readers]
         itls = {job.itl for job in work.jobs.values()}
         chunks = dict(zip(readers, self._pace.chunks(texts, bool(work.jobs), itls)))
+        if work.model.network.whole_pictures:
+            chunks = {reader: _with_whole_pictures(reader, size) for reader, size in chunks.items()}
         if not self.together:
             return chunks
         for reader in chunks:
@@ -162,3 +165,11 @@ class Prefill:
                 work.preempted.append(Preempted.of(job, choice, echo=top is not None))
         work.settle(job)
         self.seat()
+
+
+def _with_whole_pictures(reader: Reader, size: int) -> int:
+    """The size of a chunk that would end inside a picture: up to the picture, or all of it where it comes first."""
+    span = inside(reader.job.pictured.media, reader.at + size)
+    if span is None:
+        return size
+    return (span.at if span.at > reader.at else span.end) - reader.at

@@ -18,6 +18,7 @@ from lmstate.engine.tiers import Tier
 from lmstate.engine.tiers.fetch import SILENCE, Fetch, Lookup
 from lmstate.errors import StateError
 from lmstate.state import Snapshot, State
+from lmstate.state.media import before_picture
 from lmstate.vision.reader import PicturePrompt
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class PrefixReuse:
             return False
         if self._looking_up(job):
             return True
-        match = self.match(job.text, job.salt)
+        match = self.match(job.text, job.pictured, job.salt)
         if job.fetch is None:
             if not (wanted := self.prefixes.missing(match)):
                 return False
@@ -107,7 +108,7 @@ class PrefixReuse:
             quiet = now < self._silent_until or len(self._lookups) >= MOST_LOOKUPS
             if not self.tier.looks_up or quiet:
                 return False
-            unknown = len(job.prompt) - self.match(job.text, job.salt).length
+            unknown = len(job.prompt) - self.match(job.text, job.pictured, job.salt).length
             if unknown < WORTH_ASKING:
                 return False
             patience = min(max(2 * (self._pace.seconds(unknown) or 0.0), ASKING[0]), ASKING[1])
@@ -122,9 +123,9 @@ class PrefixReuse:
         """A state of one row for a request's prompt, with as much of it as need not be computed."""
         if job.params.prompt_logprobs is not None:
             return self._fresh(job.pictured)  # all of it is computed
-        match = self.match(job.text, job.salt)
+        match = self.match(job.text, job.pictured, job.salt)
         if self.prefixes.missing(match):
-            match = self.match(job.text, job.salt, only_memory=True)
+            match = self.match(job.text, job.pictured, job.salt, only_memory=True)
         if (restored := self._restored(match, job.pictured)) is None:
             return self.begin(job)  # with less
         state, reused = restored
@@ -132,21 +133,36 @@ class PrefixReuse:
         if job.fetch is not None and match.tier is not None and self.tier is not None:
             match = replace(match, tier=self.tier.name)
         job.reuse = self.told(job.prompt, match, reused)
-        job.cuts |= self._worth_keeping(job.prompt, match)
+        job.cuts |= self._worth_keeping(job.pictured, match)
         return state
 
     def resume(self, prompt: PicturePrompt, salt: str, most: int | None = None) -> State:
         """A state of one row with what memory has of a text that was once read, at most so many of its tokens."""
-        text = prompt.identities
-        match = self.match(text, salt, logits=False, only_memory=True)
-        if most is not None and match.length > most:
-            match = self.prefixes.match(text[:most], False, True, self._model.network.frequency_key(len(text)), salt)
+        match = self.match(prompt.identities, prompt, salt, logits=False, only_memory=True, most=most)
         restored = self._restored(match, prompt)
         return self.resume(prompt, salt, most) if restored is None else restored[0]
 
-    def match(self, text: Sequence[int], salt: str, logits: bool = True, only_memory: bool = False) -> Match:
-        """The longest part of a text that needs not be computed."""
-        return self.prefixes.match(text, logits, only_memory, self._model.network.frequency_key(len(text)), salt)
+    def match(
+        self,
+        text: Sequence[int],
+        prompt: PicturePrompt,
+        salt: str,
+        logits: bool = True,
+        only_memory: bool = False,
+        most: int | None = None,
+    ) -> Match:
+        """The longest part of a text that needs not be computed, at most so many of its tokens.
+
+        `text`: the identities of a prompt. A part ends inside no picture that is computed as one piece.
+        """
+        key, network = self._model.network.frequency_key(len(text)), self._model.network
+        whole = match = self.prefixes.match(text, logits, only_memory, key, salt)
+        while True:
+            stop = match.length if most is None else min(match.length, most)
+            stop = before_picture(prompt.media, stop) if network.whole_pictures else stop
+            if stop == match.length:
+                return replace(match, matched=whole.matched)
+            match = self.prefixes.match(text[:stop], False, only_memory, key, salt)
 
     def _fresh(self, prompt: PicturePrompt) -> State:
         """A state of one row that a text and its pictures are to be read in."""
@@ -180,7 +196,7 @@ class PrefixReuse:
 
     def explain(self, prompt: PicturePrompt, salt: str) -> Reuse:
         """Tokens of a prompt that would be reused now."""
-        match = self.match(prompt.identities, salt)
+        match = self.match(prompt.identities, prompt, salt)
         return self.told(prompt.tokens, match, match.length)
 
     def told(self, prompt: list[int], match: Match, reused: int) -> Reuse:
@@ -195,14 +211,17 @@ class PrefixReuse:
             self.prefixes.split.forced_by if match.length < min(match.matched, len(prompt) - 1) else None,
         )
 
-    def _worth_keeping(self, prompt: list[int], match: Match) -> set[int]:
+    def _worth_keeping(self, pictured: PicturePrompt, match: Match) -> set[int]:
         """Positions to cut a prompt at and store carries of: later requests may continue from each."""
         split = self.prefixes.split
         if not split.needs_carry or split.slack == ANYWHERE:
             return set()
+        prompt = pictured.tokens
         new = enumerate(prompt[match.length :], match.length + 1)
         ends = [at for at, token in new if token in self._model.eos_ids]
         wanted = {match.matched, *_thinned(ends, len(prompt)), *range(self._ladder, len(prompt), self._ladder)}
+        if self._model.network.whole_pictures:
+            wanted = {before_picture(pictured.media, at) for at in wanted}
         return {at for at in wanted if match.length < at < len(prompt)}
 
     # ---- keeping

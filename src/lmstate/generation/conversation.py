@@ -13,7 +13,7 @@ from lmstate.generation.prompts import refuse_no_messages
 from lmstate.generation.sampling import Sampler
 from lmstate.language_model import LanguageModel
 from lmstate.speculation.choose import DraftChoice
-from lmstate.state.media import identities
+from lmstate.state.media import before_picture, identities
 from lmstate.vision.reader import PicturePrompt, pictures_of
 
 if TYPE_CHECKING:
@@ -118,6 +118,8 @@ def align(state: State, prompt: PicturePrompt) -> list[int]:
     placed = state.media(0)
     held = identities(state.tokens(0), placed)
     same = min(common_prefix(held, prompt.identities), len(prompt) - 1)  # one token at least is fed, for its logits
+    if prompt.media and state.whole_pictures:
+        same = before_picture(prompt.media, same)
     if same < max([len(held), *(span.end for span in placed)]):
         state.rewind(0, same)
     for span in prompt.media:

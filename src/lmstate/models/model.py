@@ -281,6 +281,7 @@ class Model:
             frequency_key=lambda length: self.network.frequency_key(length),
             hidden_size=self.config.hidden_size,
             axes=self.network.has_axes,
+            whole_pictures=self.network.whole_pictures,
         )
 
     def _refuse_other(self, state: State) -> None:

@@ -103,6 +103,11 @@ class Network:
         """Whether positions have several axes."""
         return any(rope.axes is not None for rope in self.ropes)
 
+    @cached_property
+    def whole_pictures(self) -> bool:
+        """Whether the tokens of a picture see all of it in some layer, so that it is computed as one piece."""
+        return any(getattr(block.mixer, "whole_pictures", False) for block in self.blocks)
+
     def frequency_key(self, length: int) -> int:
         """A number that two lengths of a text share if keys are rotated alike in both."""
         return max((rope.frequency_key(length) for rope in self.dynamic_ropes), default=0)

@@ -175,6 +175,8 @@ class Part:
         """Add it to the graph; False where it cannot be fused in this step."""
         if self.mixer is None:
             return add_sublayers(graph, self.sublayers, (), step, None)
+        if not self.mixer.fuses(step):
+            return False
         caches = simple_caches(layers[self.index])
         return add_sublayers(graph, self.sublayers, caches, step, self.mixer.rope_tables(step))
 
@@ -271,6 +273,8 @@ class FusedSegment:
 
     def _replay(self, captured: Captured, graph: ops.FusedGraph, step: Step, layers: Sequence[LayerState]) -> bool:
         """Add all parts as in the captured step; False where that does not hold any more."""
+        if step.media and not all(mixer.fuses(step) for _, mixer in self._mixers):
+            return False
         caches = self._caches_of(layers)
         scans = [start for each in caches.recurrent if (start := each.fused_scan_start(step)) is not None]
         views = [view for each in caches.attending if (view := each.view(step)) is not None]

@@ -9,7 +9,7 @@ written; with a float64 one all is computed in float64, which is how references 
 
 from lmstate.ops import fork as _fork  # noqa: F401 - registers what a forked child does
 from lmstate.ops.attention.attend import attend, rotate_attend
-from lmstate.ops.attention.attend_whole import attend_whole
+from lmstate.ops.attention.attend_whole import as_heads, as_tokens, attend_whole
 from lmstate.ops.attention.kv_store import append
 from lmstate.ops.attention.rope import rope
 from lmstate.ops.dense.activations import ACTIVATIONS, activation, glu, in_double, sigmoid
@@ -86,6 +86,8 @@ __all__ = [
     "add_residual",
     "append",
     "argmax",
+    "as_heads",
+    "as_tokens",
     "attend",
     "attend_whole",
     "candidates",

@@ -92,6 +92,17 @@ def within(spans: Spans, start: int, stop: int) -> Spans:
     return tuple(span for span in spans if span.at < stop and start < span.end)
 
 
+def inside(spans: Spans, position: int) -> MediaSpan | None:
+    """The picture that a cut at `position` would part; None where it parts none."""
+    return next((span for span in spans if span.at < position < span.end), None)
+
+
+def before_picture(spans: Spans, position: int) -> int:
+    """The last position up to this one that lies inside no picture."""
+    span = inside(spans, position)
+    return position if span is None else span.at
+
+
 def overlaid(x: Tensor, media: Sequence[Spans], starts: Sequence[int], ends: Sequence[int]) -> Tensor:
     """The stream x `[R, T, E]` of rows from `starts` to `ends`, with the embeddings of pictures where they stand."""
     out = x

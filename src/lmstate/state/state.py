@@ -18,7 +18,16 @@ from lmstate.state.drop import closed, refuses_drop
 from lmstate.state.gradients import CopiedGraphs
 from lmstate.state.inference_mode import ordinary_tensors
 from lmstate.state.layers.base import LayerState, Layout
-from lmstate.state.media import Media, MediaSpan, held_tensors, misplaced, refusal, within
+from lmstate.state.media import (
+    Media,
+    MediaSpan,
+    before_picture,
+    held_tensors,
+    inside,
+    misplaced,
+    refusal,
+    within,
+)
 from lmstate.state.memory import Memory, memory_by_kind, nbytes_beside
 from lmstate.state.pending import Pending
 from lmstate.state.rewind import nearest_mark, rewind_layers
@@ -53,6 +62,7 @@ class State:
         frequency_key: Callable[[int], int],
         hidden_size: int,
         axes: bool = False,
+        whole_pictures: bool = False,
     ):
         """`fingerprint()` names the model; it is asked for only by snapshots, and for a model that is not `user()`.
         `model_name` is the name of the model for people.
@@ -61,7 +71,8 @@ class State:
 
         `frequency_key(length)` is for ropes whose frequencies depend on the length of the text: two lengths of one key
         rotate alike, and a row that passes from one key to another is computed again from its start. `axes`: whether
-        positions may have several axes, as pictures say.
+        positions may have several axes, as pictures say. `whole_pictures`: whether the tokens of a picture see all of
+        it, so that no step ends inside one.
         """
         self.layers = list(layers)
         self.evicts = any(leaf.evicts for layer in self.layers for leaf in layer.leaves())
@@ -74,6 +85,7 @@ class State:
         self.user = user  # the model that has the state now, a weak reference: a copy of the state copies no model
         self._frequency_key = frequency_key
         self._axes = axes
+        self.whole_pictures = whole_pictures
         self._limits = vocab_size, hidden_size, len(self.layers), axes  # of pictures
         self._rows = [Row.of() for _ in range(layout.rows)]
         self._pending: Pending | None = None
@@ -209,7 +221,7 @@ class State:
             key = self._frequency_key(length)
             to = 0 if row.cached and key != row.frequency_key else row.cached
             if logits and not count and row.logits is None and row.cached == row.length > 0:
-                to = min(to, row.length - 1)
+                to = min(to, before_picture(row.media, row.length - 1) if self.whole_pictures else row.length - 1)
             # Each row in a change of its own: the next one starts from the tensors that this one leaves.
             changes = Changes()
             new = rewind_layers(self.layers, index, row, to, changes)
@@ -243,6 +255,8 @@ class State:
         assert all(row.cached == row.length for row in self._rows), "plan before the backlog was computed"
         for index, (row, new) in enumerate(zip(self._rows, ids)):
             self._check_media(index, row, new)
+            if (cut := self._parted(row, row.length + len(new))) is not None:
+                raise StateError(f"row {index} was given {len(new)} tokens, up to {row.length + len(new)}, {cut}")
         partly = None if all(rewindable) else tuple(rewindable)
         return self._reserve([list(row) for row in ids], speculative, self._rope_lengths(counts), partly)
 
@@ -321,6 +335,9 @@ class State:
         accepted = as_counts(counts, step.counts)
         if accepted is None:
             raise PendingError(f"commit({counts}) does not fit: the pending tokens of the rows are {list(step.counts)}")
+        for index, (row, n) in enumerate(zip(self._rows, accepted)):
+            if (cut := self._parted(row, row.length + n)) is not None:
+                raise PendingError(f"commit({counts}) would end row {index} at {row.length + n}, {cut}")
         if not any(accepted):
             self.discard()
             return
@@ -411,6 +428,8 @@ class State:
         row, own = self._row(row)
         self._refuse_pending("queue tokens", row)
         if ids := token_ids(ids, f"row {row}", self._vocab_size):
+            if (cut := self._parted(own, own.length + len(ids))) is not None:
+                raise StateError(f"row {row} was to queue {len(ids)} tokens, up to {own.length + len(ids)}, {cut}")
             self._check_capacity([len(ids) if i == row else 0 for i in range(self.rows)])
             self._check_media(row, own, ids)
             self._apply(Changes(), self._with(row, own.extended(ids)._replace(logits=None)))
@@ -465,11 +484,13 @@ class State:
         """Take a row back to its first `to` tokens, exactly. `rewind_cost` tells what the next call recomputes.
 
         Other rows may have pending tokens, this one may not. A picture that begins before `to` stays: inside it, the
-        next tokens are the rest of it. Raises `RewindError` if the row never was at `to`, and where a picture would
-        have to be read again whose embeddings were let go.
+        next tokens are the rest of it. Raises `RewindError` if the row never was at `to`, inside a picture that is
+        computed as one piece, and where one would have to be read again whose embeddings were let go.
         """
         row, to, own = self._rewindable(row, to)
         media = tuple(span for span in own.media if span.at < to)
+        if (cut := self._parted(own, to)) is not None:
+            raise RewindError(f"rewind of row {row} to {to} was asked for, {cut}")
         if to == own.length and media == own.media:
             return
         changes, marks = Changes(), tuple(mark for mark in own.marks if mark.at <= to)
@@ -651,6 +672,9 @@ class State:
                 f"the snapshot has {snapshot.length} tokens; this state was made with capacity={self.layout.capacity}"
             )
         sourced = [bool(captured) for layer, captured in zip(self.layers, snapshot.layers) if layer.conditioned]
+        for position in (restored.cached, restored.length):
+            if (cut := self._parted(restored, position)) is not None:
+                raise SnapshotError(f"the snapshot is damaged, or of another model: it ends at {position}, {cut}")
         if set(sourced or [False]) != {restored.source is not None}:
             raise SnapshotError("the snapshot is damaged: it has a source without its keys and values, or the reverse")
         return restored, snapshot.layers
@@ -693,6 +717,9 @@ class State:
         while to:
             base, _ = nearest_mark(self.layers, row, own, to)
             gone = [span.at for span in within(own.media, base, to) if span.media.embeddings is None]
+            if not gone and self.whole_pictures and (whole := before_picture(own.media, to)) < to:
+                to = whole
+                continue
             if not gone:
                 break
             to = min(gone[0], to - 1)
@@ -704,6 +731,8 @@ class State:
             return "a static state takes no pictures: make one with static=False"
         if self.evicts and media.positions is not None:
             return "its positions have several axes, and a policy that evicts rotates by one: make a state without it"
+        if self.evicts and self.whole_pictures:
+            return "this model computes it as one piece, and a policy that evicts does not: make a state without it"
         return None
 
     def refuses_media(self, tokens: Sequence[int], spans: Sequence[MediaSpan]) -> str | None:
@@ -714,6 +743,18 @@ class State:
             if span.end > len(tokens):
                 return f"the picture at {span.at} ends at {span.end}, behind the last of {len(tokens)} tokens"
         return refusal(tuple(spans), tokens, *self._limits)
+
+    def _parted(self, row: Row, position: int) -> str | None:
+        """The rest of a complaint about a cut of a row inside a picture that is computed as one piece; None for none.
+
+        The next tokens, `media.token` at its positions, come together.
+        """
+        if not (self.whole_pictures and row.media) or (span := inside(row.media, position)) is None:
+            return None
+        return (
+            f"inside a picture that this model computes as one piece: its positions are {span.at} to {span.end}, so "
+            f"stop at {span.at} or at {span.end}"
+        )
 
     def _check_media(self, row: int, own: Row, ids: Sequence[int]) -> None:
         if own.media and (why := misplaced(own.media, own.length, ids)) is not None:
@@ -748,7 +789,8 @@ class State:
         starts = tuple(row.cached for row in self._rows)
         media = tuple(row.media for row in self._rows) if any(row.media for row in self._rows) else ()
         step = Step(
-            starts, counts, self.layout.device, rope_lengths, speculative, self.layout.chunk, rewindable, media
+            starts, counts, self.layout.device, rope_lengths, speculative, self.layout.chunk, rewindable, media,
+            self.whole_pictures,
         )  # fmt: skip
         self._pending = Pending(step, ids)
         try:

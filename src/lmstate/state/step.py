@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lmstate.state.media import Spans, axis_positions
+from lmstate.state.media import Spans, axis_positions, inside, within
 from lmstate.state.validate import whole_number
 
 CHUNK = 384
@@ -47,6 +47,7 @@ class Step:
     chunk: int = CHUNK  # tokens of a row that one forward takes; a longer step runs as several
     rewindable: tuple[bool, ...] | None = None  # see `rewinds`; None: all rows
     media: tuple[Spans, ...] = ()  # pictures of each row, see `Row`; none at all where no row has any
+    whole_pictures: bool = False  # whether no part of it ends inside a picture
     extras: Extras = field(default_factory=dict, repr=False, compare=False)  # type: ignore[assignment]
     _cached: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -112,6 +113,16 @@ class Step:
         rows = [axis_positions(spans, start, start + self.width) for spans, start in zip(self.media, self.starts)]
         return torch.stack(rows, dim=1).to(self.device)
 
+    @cached_property
+    def pictures(self) -> tuple[tuple[int, int, int], ...]:
+        """Row, first position and the one behind the last, of each picture that has positions in the step."""
+        ends = self.ends
+        return tuple(
+            (row, span.at, span.end)
+            for row, spans in enumerate(self.media)
+            for span in within(spans, self.starts[row], ends[row])
+        )
+
     def packed(self, x: Tensor) -> Tensor:
         """`[R, T, ..]` without its padding, `[N, ..]`; a view where there is none."""
         return x.flatten(0, 1) if self.uniform else x.flatten(0, 1)[self._places]
@@ -142,12 +153,16 @@ class Step:
         starts, counts, lengths = ((*numbers, 0) for numbers in (self.starts, self.counts, self.rope_lengths))
         media = (*self.media, ()) if self.media else ()
         rewindable = None if self.rewindable is None else (*self.rewindable, True)
-        return Step(starts, counts, self.device, lengths, self.speculative, self.chunk, rewindable, media)
+        return Step(
+            starts, counts, self.device, lengths, self.speculative, self.chunk, rewindable, media, self.whole_pictures
+        )  # fmt: skip
 
     def part(self, starts: tuple[int, ...], counts: tuple[int, ...]) -> Step:
         """A step of the same rows over other tokens of theirs."""
-        lengths = self.rope_lengths
-        return Step(starts, counts, self.device, lengths, self.speculative, self.chunk, self.rewindable, self.media)
+        return Step(
+            starts, counts, self.device, self.rope_lengths, self.speculative, self.chunk, self.rewindable, self.media,
+            self.whole_pictures,
+        )  # fmt: skip
 
     def cached(self, key: Hashable, build: Callable[[], Built]) -> Built:
         """`build()`, done once in the step for each key: rope tables, masks, index tensors shared by the layers."""
@@ -158,14 +173,36 @@ class Step:
             return built
 
     def chunks(self) -> Iterator[tuple[int, Step]]:
-        """The step cut into steps of at most `chunk` tokens a row: (offset of the part's first token, part)."""
+        """The step cut into steps of at most `chunk` tokens a row: (offset of the part's first token, part).
+
+        With `whole_pictures` a cut that would part a picture of some row comes before it, or behind it where the part
+        would have no tokens.
+        """
         if self.width <= self.chunk:
             yield 0, self
             return
-        for offset in range(0, self.width, self.chunk):
+        offset = 0
+        while offset < self.width:
+            stop = self._cut(offset)
             starts = tuple(start + min(offset, count) for start, count in zip(self.starts, self.counts))
-            counts = tuple(min(max(count - offset, 0), self.chunk) for count in self.counts)
+            counts = tuple(min(max(count - offset, 0), stop - offset) for count in self.counts)
             yield offset, self.part(starts, counts)
+            offset = stop
+
+    def _cut(self, offset: int) -> int:
+        """The offset at which the part ends that begins at `offset`."""
+        whole = min(offset + self.chunk, self.width)
+        if not (self.whole_pictures and self.media):
+            return whole
+
+        def parts_none(stop: int) -> bool:
+            return all(
+                inside(spans, start + stop) is None or stop >= count
+                for spans, start, count in zip(self.media, self.starts, self.counts)
+            )
+
+        before = (stop for stop in range(whole, offset, -1) if parts_none(stop))
+        return next(before, None) or next(stop for stop in range(whole, self.width + 1) if parts_none(stop))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,6 +107,7 @@ def _given(inputs: Inputs, name: str, ndim: int) -> Tensor:
 
 # model_type of a config -> how its pictures are parted.
 FAMILIES: dict[str, Tiles] = {
+    "gemma3": rows,
     "glm4v": grids,
     "glm4v_moe": grids,
     "glm_ocr": grids,
@@ -124,5 +125,7 @@ FAMILIES: dict[str, Tiles] = {
     "qwen3_vl_moe": grids,
     "smolvlm": padded_rows,
 }
+# Whose chat templates write the token that begins a picture, and not that of its places.
+BEGUN = frozenset({"gemma3"})
 # Whose pictures are one tile each, and stand in a text as one run of places and nothing else.
 UNTILED = frozenset(name for name, tiles in FAMILIES.items() if tiles in (grids, tiled)) | {"llava"}

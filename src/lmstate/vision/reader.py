@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmstate.errors import ModelError, StateError
 from lmstate.state.media import MediaSpan, identities
-from lmstate.vision.families import UNTILED
+from lmstate.vision.families import BEGUN, UNTILED
 from lmstate.vision.pictures import read_picture
 from lmstate.vision.tower import Tower
 
@@ -120,6 +120,8 @@ class PictureReader:
     @property
     def mark(self) -> str:
         """The text of the token that a chat template writes where a picture stands."""
+        if self.tower.family in BEGUN:
+            return str(self.processor.image_token)
         return self.tokenizer.decode([self.tower.placeholder], skip_special_tokens=False)
 
 

@@ -5,8 +5,8 @@
     x = x + post_norm(mlp(norm(x)))
     logits = softcap(head(norm(x)))
 
-Gemma 2 caps the logits of its attention and its output. Gemma 3 normalizes queries and keys instead, and its windowed
-layers rotate faster than its full ones.
+Gemma 2 caps the logits of its attention and its output. Gemma 3 normalizes queries and keys instead, its windowed
+layers rotate faster than its full ones, and the tokens of a picture see all of it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def build(w: WeightLoader) -> Model:
         )
         mixer = b.attention(
             w, f"{layer}.self_attn", shape, full if window[index] is None else local,
-            window=window[index], q_norm=q_norm, k_norm=k_norm, scale=scale, softcap=softcap,
+            window=window[index], q_norm=q_norm, k_norm=k_norm, scale=scale, softcap=softcap, whole_pictures=third,
         )  # fmt: skip
         return Block(
             mixer,

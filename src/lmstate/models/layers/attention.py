@@ -12,6 +12,7 @@ from torch.nn.functional import softplus
 from lmstate import ops
 from lmstate.models.layers.base import FusableLayer
 from lmstate.models.layers.rope import Rope
+from lmstate.models.layers.whole_pictures import with_whole_pictures
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.state import KeyValueState, LayerState, Layout, Step, attention_state
 
@@ -49,6 +50,7 @@ class Attention(FusableLayer):
     `clip`: clamps q, k and v to +-clip. `turned_weight` float32 `[D]` multiplies queries
     after they are rotated: where a norm comes after the rotation, that part is left of it there. `out_norm`: of the
     heads together, before `out`. `slopes` float32 `[H]`, `biases` float32 `[H, M]`: see `ops.AttentionParams`.
+    `whole_pictures`: each token of a picture sees all of it, see `with_whole_pictures`.
     """
 
     qkv: Weight
@@ -77,6 +79,7 @@ class Attention(FusableLayer):
     out_norm: Norm | None = None
     slopes: Tensor | None = None
     biases: Tensor | None = None
+    whole_pictures: bool = False
 
     @property
     def kind(self) -> str:
@@ -102,6 +105,10 @@ class Attention(FusableLayer):
             norm=norm, post_norm=post_norm, scale=scale,
         )  # fmt: skip
         return (sublayer,)
+
+    def fuses(self, step: Step) -> bool:
+        """Not where a token also sees what comes behind it in its picture."""
+        return not (self.whole_pictures and step.media and step.pictures)
 
     def rope_tables(self, step: Step) -> ops.RopeTables | None:
         return None if self.rope is None else self.rope.fused_rotation(step)
@@ -136,6 +143,8 @@ class Attention(FusableLayer):
             rotation = None
         params = ops.AttentionParams(self.scale, self.softcap, self.sinks, self.slopes, self.biases)
         seen = cache.attend(q, new, step, params, rotation)
+        if not self.fuses(step):
+            seen = with_whole_pictures(seen, q, rotation, step, cache, params, self.kv_heads, self.window)
         if self.gates:
             seen = gated(seen, behind, self.gate_act)
         mixed = seen.flatten(-2) if gate is None else ops.gated(seen.flatten(-2), gate)

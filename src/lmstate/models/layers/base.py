@@ -42,6 +42,10 @@ class FusableLayer(ABC):
         """The rotation of a step's queries and keys, as a fused sublayer takes it."""
         return None
 
+    def fuses(self, step: Step) -> bool:
+        """Whether its sublayers, if it has any, are all that it does in this step."""
+        return True
+
     @abstractmethod
     def forward(self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
         """The layer as operations one after the other."""
@@ -53,7 +57,7 @@ class FusableLayer(ABC):
         stream, post_norm, scale = residual or (None, None, 1.0)
         graph = ops.FusedGraph(x, step.starts_t, step.counts_t, step.new_tokens)
         graph.set_residual(stream, x)
-        sublayers = self.sublayers(norm, post_norm, scale) if graph.enabled else ()
+        sublayers = self.sublayers(norm, post_norm, scale) if graph.enabled and self.fuses(step) else ()
         if sublayers and add_sublayers(graph, sublayers, simple_caches(cache), step, self.rope_tables(step)):
             return graph.flush()
         return self.forward(x, step, cache, norm, residual)

@@ -29,17 +29,25 @@ def attend_whole(
     A native body takes the queries of a row as so many heads of one token that stands at the last position: it sees all
     of them, and to the body no head's result depends on the others.
     """
-    rows, tokens, heads, _ = q.shape
-    kv_heads = k.shape[1]
+    tokens, kv_heads = q.shape[1], k.shape[1]
     library = dispatch.native(q, k, v, bias)
     if library is None or not library.attention.can_attend(q, k, v):
         return attend_whole_reference(q, k, v, lengths, counts, params, bias)
     if bias is not None:  # by how far a key lies before the last position
         grouped = bias.unflatten(0, (kv_heads, -1)).transpose(1, 2)  # [K, T, H / K, S]
-        params = params._replace(biases=grouped.flip(-1).reshape(heads * tokens, -1))
-    folded = q.unflatten(2, (kv_heads, -1)).transpose(1, 2).reshape(rows, 1, heads * tokens, -1)
-    seen = attend(folded, k, v, (lengths - 1).clamp(min=0), counts.clamp(max=1), params)
-    return seen.view(rows, kv_heads, tokens, heads // kv_heads, -1).transpose(1, 2).flatten(2, 3)
+        params = params._replace(biases=grouped.flip(-1).flatten(0, 2))
+    seen = attend(as_heads(q, kv_heads), k, v, (lengths - 1).clamp(min=0), counts.clamp(max=1), params)
+    return as_tokens(seen, tokens, kv_heads)
+
+
+def as_heads(q: Tensor, kv_heads: int) -> Tensor:
+    """Queries `[R, T, H, D]` as those of one token with T times as many heads `[R, 1, K * T * H / K, D]`."""
+    return q.unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(1, 3)[:, None]
+
+
+def as_tokens(seen: Tensor, tokens: int, kv_heads: int) -> Tensor:
+    """Return the output of attention by the heads of `as_heads`, `[R, 1, H * T, D]`, by tokens: `[R, T, H, D]`."""
+    return seen.flatten(0, 1).unflatten(1, (kv_heads, tokens, -1)).transpose(1, 2).flatten(2, 3)
 
 
 def attend_whole_reference(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
+from lmstate.errors import UnsupportedError
 from lmstate.state.layers.base import LayerState, Layout
 from lmstate.state.layers.slots import SlotState
 from lmstate.state.step import Step
@@ -36,6 +37,13 @@ class KeyValueState(LayerState):
         `rotation` turns queries and new keys first. No new ones: attends to what is stored, for layers that share this
         one's memory.
         """
+
+    def attend_stored(self, q: Tensor, step: Step, params: ops.AttentionParams, mask: ops.CausalMask) -> Tensor:
+        """Attend to what is stored under another mask than the layer's own: q `[R, T, H, D]` -> `[R, T, H, Dv]`.
+
+        Of the positions before the reserved step it reaches as many as the layer's own mask does from the first one.
+        """
+        raise UnsupportedError(f"a {self.kind} layer of this kind attends under its own mask alone")
 
 
 class AttentionState(SlotState, KeyValueState):
@@ -95,6 +103,9 @@ class AttentionState(SlotState, KeyValueState):
         if new is not None:
             ops.append(*new, k, v, *spans)
         return ops.attend(q, k, v, *spans, params, self.mask)
+
+    def attend_stored(self, q: Tensor, step: Step, params: ops.AttentionParams, mask: ops.CausalMask) -> Tensor:
+        return ops.attend(q, self.stored("k"), self.stored("v"), step.starts_t, step.counts_t, params, mask)
 
     def lowest(self, position: int) -> int:
         return self.mask.first_visible(position)

@@ -38,6 +38,9 @@ class SharedState(TokenlessState, KeyValueState):
         assert new is None, "a layer that shares another one's memory stores nothing"
         return self.source.attend(q, None, step, params, rotation)
 
+    def attend_stored(self, q: Tensor, step: Step, params: ops.AttentionParams, mask: ops.CausalMask) -> Tensor:
+        return self.source.attend_stored(q, step, params, mask)
+
     def kept(self, row: int, length: int) -> list[list[int]]:
         return self.source.kept(row, length)
 

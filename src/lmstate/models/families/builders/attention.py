@@ -35,6 +35,7 @@ def attention(
     out: str = "o_proj",
     biased: bool | None = None,
     out_biased: bool | None = None,
+    whole_pictures: bool = False,
 ) -> Attention:
     """Attention whose projections are `q_proj`, `k_proj`, `v_proj`, `o_proj` under `prefix`, with or without biases.
 
@@ -71,6 +72,7 @@ def attention(
         v_norm=v_norm,
         reads=reads,
         gates=0 if gates is None else gates[1],
+        whole_pictures=whole_pictures,
     )
 
 

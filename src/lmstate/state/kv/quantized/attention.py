@@ -55,6 +55,11 @@ class QuantizedAttentionState(AttentionState):
         )
         return refused(seen, LOSS) if wanted(q, *(new or ())) else seen
 
+    def attend_stored(self, q: Tensor, step: Step, params: ops.AttentionParams, mask: ops.CausalMask) -> Tensor:
+        kv, spans = quantized_kv(self.all_stored(), 8), (step.starts_t, step.counts_t)
+        seen = attend_quantized(q, None, None, kv, *spans, params, mask, dtype=self.layout.dtype)
+        return refused(seen, LOSS) if wanted(q) else seen
+
     def refuses_drop(self, row: int) -> str | None:
         return REFUSAL
 

@@ -69,6 +69,11 @@ class BlockState(CompositeState, KeyValueState):
         )  # fmt: skip
         return refused(seen, LOSS) if wanted(q, *(new or ())) else seen
 
+    def attend_stored(self, q: Tensor, step: Step, params: ops.AttentionParams, mask: ops.CausalMask) -> Tensor:
+        kv, spans = self._quantized_kv(), (step.starts_t, step.counts_t)
+        seen = attend_quantized(q, None, None, kv, *spans, params, mask, dtype=self.layout.dtype)
+        return refused(seen, LOSS) if wanted(q) else seen
+
     def _quantized_kv(self) -> ops.QuantizedKV:
         return quantized_kv(self.codes.all_stored(), self.bits, self.tail.stored("k"))
 
