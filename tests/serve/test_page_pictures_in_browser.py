@@ -173,10 +173,34 @@ def test_a_lost_picture_is_told_where_it_stood(visit: Visit, seeing: Running) ->
 def test_a_model_of_text_offers_no_pictures(browser: Any, tiny: Running) -> None:
     context = browser.new_context()
     visit = Visit(context, tiny.url)
-    assert not visit.page.is_visible("#attach")
     assert not give(visit, "paste", PICTURE)
     assert give(visit, "drop", PICTURE), "the page stays"
-    assert "reads text only" in visit.page.inner_text("#problem") and not visit.page.is_visible("#attached")
+    visit.until("document.getElementById('problem').textContent.includes('reads text only')")
+    assert not visit.page.is_visible("#attached")
+    visit.well(tiny.url)
+    context.close()
+
+
+def test_files_of_text_go_into_the_message(browser: Any, tiny: Running, tmp_path: Path) -> None:
+    context = browser.new_context()
+    visit = Visit(context, tiny.url)
+    page = visit.page
+    (tmp_path / "one.py").write_text("x = '```'\n", encoding="utf-8")
+    (tmp_path / "notes").write_text("é", encoding="utf-8")
+    page.fill("#text", "Compare")
+    page.set_input_files("#files", [tmp_path / "one.py", tmp_path / "notes"])
+    visit.until("document.getElementById('text').value.includes('notes')")
+    said = "Compare\n\none.py:\n````py\nx = '```'\n````\n\nnotes:\n```\né\n```\n"
+    assert page.input_value("#text") == said and not page.is_visible("#problem")
+    for name, content, why in (
+        ("binary", b"\xff\x00", "no text in UTF-8"),
+        ("nul.txt", b"a\x00", "no text in UTF-8"),
+        ("long.txt", b"x" * (2**18 + 1), "may have 262144"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        page.set_input_files("#files", tmp_path / name)
+        visit.until(f"document.getElementById('problem').textContent.includes('{why}')")
+        assert page.input_value("#text") == said
     visit.well(tiny.url)
     context.close()
 

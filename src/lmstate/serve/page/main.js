@@ -7,6 +7,7 @@ import { Pane } from "./messages.js";
 import { Attached, picturesOf } from "./pictures.js";
 import { keepSettings, replicaParts, settingsPanel, statePanel, tokensPanel, treePanel } from "./panels.js";
 import { showList, walk } from "./side.js";
+import { quoted } from "./text-files.js";
 
 let conversation = null, unfollow = () => {}, about = null, panel = null, asked = 0, due = false, wasRunning = null, mapped = "", fading = 0;
 const text = byId("text");
@@ -222,6 +223,18 @@ async function send() {
   list();
 }
 
+/** Pictures go with the message, files of text into it. */
+async function addFiles(files) {
+  problem("");
+  for (const file of files) {
+    if (!file.type.startsWith("image/")) await tried(async () => { text.value += await quoted(file, text.value); });
+    else if (about?.pictures) attached.add([file]);
+    else problem("This model reads text only: it takes no pictures.");
+  }
+  fit();
+  keepDraft();
+}
+
 /** The answer that a message goes below: a branch that ends with a message without answer goes on above it. */
 const parentOf = (leaf) => conversation.answer(leaf)?.id ?? null;
 
@@ -279,9 +292,10 @@ byId("load").addEventListener("change", (event) => tried(async () => {
 }));
 for (const one of document.querySelectorAll("[data-panel]")) one.addEventListener("click", () => openPanel(one.dataset.panel));
 byId("attach").addEventListener("click", () => byId("files").click());
-byId("files").addEventListener("change", (event) => {
-  attached.add(event.target.files);
+byId("files").addEventListener("change", async (event) => {
+  const files = [...event.target.files];
   event.target.value = "";
+  await addFiles(files);
   text.focus();
 });
 text.addEventListener("paste", (event) => {
@@ -300,8 +314,7 @@ addEventListener("drop", (event) => {
   if (!dragged(event)) return;
   event.preventDefault();
   byId("composer").classList.remove("over");
-  problem(about?.pictures ? "" : "This model reads text only: it takes no pictures.");
-  if (about?.pictures) attached.add(event.dataTransfer.files);
+  addFiles([...event.dataTransfer.files]);
 });
 text.addEventListener("input", () => { fit(); keepDraft(); });
 text.addEventListener("keydown", (event) => {
@@ -334,7 +347,6 @@ show(location.hash.slice(1) || null);
 text.focus();
 get("/page/about").then((told) => {
   about = told;
-  hide(byId("attach"), !told.pictures);
   panes.forEach((pane) => pane.named(told.model));
   byId("model").textContent = `${told.model}${told.context ? `, ${told.context.toLocaleString("en")} tokens of context` : ""}.`;
 }).catch((error) => problem(error.message));
