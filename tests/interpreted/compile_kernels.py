@@ -31,18 +31,20 @@ USUAL = configs.KernelShape(0, 4)
 """What `device.launch` takes where nothing else is said."""
 F, B, I64 = "*fp32", "*u8", "*i64"
 ATTEND: dict[str, Any] = {
-    "HAS_SOFTCAP": False, "HAS_SINKS": False, "HAS_SLOPES": False, "LATENT": False, "SPLIT": 512, "HEADS": 32,
-    "GROUP": 4, "ROWS": 16,
-    "D": 128, "DP": 128, "DV": 128, "DVP": 128, "DR": 1, "DRP": 16, "ELEMENT": tl.bfloat16, "PRECISION": "tf32",
+    "HAS_SOFTCAP": False, "HAS_SINKS": False, "HAS_SLOPES": False, "LATENT": False, "CODES": False, "SPLIT": 512,
+    "HEADS": 32, "GROUP": 4, "ROWS": 16, "D": 128, "DP": 128, "DV": 128, "DVP": 128, "DR": 1, "DRP": 16,
+    "ELEMENT": tl.bfloat16, "PRECISION": "tf32",
 }  # fmt: skip
 PRODUCT: dict[str, Any] = {
     "HAS_BIAS": False, "HAS_STREAM": True, "ELEMENT": tl.bfloat16, "ROWS": 16, "OUTPUTS": 64, "STEP": 64,
     "PRECISION": "tf32",
 }  # fmt: skip
 TYPES = {
-    "attend": [F, F, I64, I64, I64, F, F, F, F, I64, I64, F, F, *["i32"] * 3, "fp32", "fp32", "i32", "i32"],
+    "attend": [F, F, I64, I64, I64, I64, I64, F, F, F, F, I64, I64, F, F, *["i32"] * 3, "fp32", "fp32", "i32", "i32"],
     "merge": [F, F, F, F, I64, I64, F, "i32", "i32"],
     "append": [F, I64, I64, I64, "i32", "i32"],
+    "hadamard": [F, F, "i32"],
+    "append_codes": [F, I64, I64, I64, I64, "i32", "i32"],
     "rope": [F, F, F, F, "i32"],
     "product": [F, "*bf16", F, F, F, *["i32"] * 4, "fp32"],
     "product_glu": [F, "*bf16", F, F, *["i32"] * 4],
@@ -69,7 +71,7 @@ DELTA = {
 SSD = {"GROUPS": 1, "HEADS": 24, "P": 64, "SLICE": 32, "N": 128, "NP": 128, "HAS_D": True, "HAS_BIAS": True}
 SCAN = {"N": 16, "NP": 16, "SLICE": 64, "HAS_D": True, "HAS_GATE": True, "SOFTPLUS": True}
 FEW, MANY = configs.attention(4, 128), configs.attention(4096, 128)
-WIDE = configs.attention(4096, 256)
+WIDE, CODED = configs.attention(4096, 256), configs.attention(4096, 128, codes=True)
 ONE, ROWS = configs.product(1), configs.product(4096)
 PLAIN = {name: value for name, value in PRODUCT.items() if name != "HAS_STREAM"}
 LATENTS = {
@@ -85,6 +87,10 @@ CASES: dict[str, Case] = {
         WIDE,
     ),
     "attend, latents": (attention.attend, ATTEND | LATENTS | {"WHOLE": True, "ROWS": WIDE.rows}, WIDE),
+    "attend, codes": (attention.attend, ATTEND | {"WHOLE": False, "ROWS": FEW.rows, "CODES": True}, FEW),
+    "attend, codes, prompt": (attention.attend, ATTEND | {"WHOLE": True, "ROWS": CODED.rows, "CODES": True}, CODED),
+    "hadamard": (attention.hadamard, {"LINES": 16, "D": 128, "LOG_D": 7}),
+    "append_codes": (attention.append_codes, {"K": 8, "KP": 8, "D": 128, "LOG_D": 7}),
     "merge": (attention.merge, MERGE),
     "append": (attention.append, {"K": 8, "D": 128, "DP": 1024, "ELEMENT": tl.bfloat16}),
     "rope": (attention.rope, {"D": 128, "DP": 128, "HALF": 64, "INTERLEAVED": False}),

@@ -21,9 +21,9 @@ from tests.interpreted.standin import GraphDevice, interpreted_gpu
 from tests.other_device import DEVICE
 from tests.zoo import pair, text
 
-SAMPLE = ("llama", "mamba2")
+SAMPLE = [("llama", None), ("mamba2", None)]
 MORE = [
-    pytest.param(case, marks=pytest.mark.soak)
+    pytest.param(case, None, marks=pytest.mark.soak)
     for case in (
         "mistral",
         "deepseek_v3",
@@ -51,9 +51,9 @@ def model_of(case: str, folder: Path) -> lmstate.Model:
     return build(WeightLoader(open_source(folder), "float32", device=DEVICE))
 
 
-def story(model: lmstate.Model) -> list[Tensor]:
+def story(model: lmstate.Model, kv: Any = None) -> list[Tensor]:
     """Steps of two states by turns: ragged and idle rows, drafts, a verdict, a fork, a rewind and a discarded step."""
-    one, two = model.new_state(2, rewind=4), model.new_state(1, rewind=4)
+    one, two = model.new_state(2, rewind=4, kv=kv), model.new_state(1, rewind=4, kv=kv)
     found = [model([IDS[:3], IDS[:4]], one), model([[9]], two)]
     found.append(model([[7], [8]], one))
     found.append(model([[7, 11, 12], [8]], one, logits="all", commit=False))
@@ -69,18 +69,22 @@ def story(model: lmstate.Model) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("case", [*SAMPLE, *MORE])
+CODED = pytest.param("llama", lmstate.kv.Quantized(bits=8), id="llama-8 bits")
+
+
+@pytest.mark.parametrize(("case", "kv"), [*SAMPLE, CODED, *MORE])
 def test_replayed_steps_have_the_bits_of_eager_ones(
-    case: str, gpu: GraphDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    case: str, kv: Any, gpu: GraphDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model = model_of(case, tmp_path)
     with torch.no_grad():
-        replayed = story(model)
+        replayed = story(model, kv)
         assert gpu.recorded, "no step was recorded"
         count = len(gpu.recorded)
         monkeypatch.setattr("lmstate.models.graphs.fuses", lambda: False)
-        eager = story(model)
+        eager = story(model, kv)
     assert len(gpu.recorded) == count
+    assert kv is None or "append_codes" in gpu.launches
     for own, other in zip(replayed, eager, strict=True):
         with torch._C.DisableTorchFunction():
             assert torch.equal(own.nan_to_num(7.0), other.nan_to_num(7.0))
@@ -120,6 +124,17 @@ def test_a_step_that_waits_for_the_device_runs_eagerly(
         for _ in range(2):
             model([[1]], state)
     assert len(gpu.recorded) == 0 and caplog.text.count("run eagerly") == 1
+
+
+def test_a_reference_reads_no_blocks_of_a_recorded_step(
+    gpu: GraphDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lmstate.ops.cuda.attention.can_read", lambda *stored: False)
+    model = model_of("llama", tmp_path)
+    with torch.no_grad():
+        state = model.new_state()
+        model([[1, 2]], state)
+    assert len(gpu.recorded) == 0 and "the reference of an operation reads blocks" in caplog.text
 
 
 class Copies(torch.utils._python_dispatch.TorchDispatchMode):

@@ -28,8 +28,13 @@ CLOSE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 def tables(lengths: Sequence[int], shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> list[SlabTable]:
-    """Tables of rows of so many positions, `(K, D)` each, whose blocks lie in no order; free places hold NaN."""
-    slabs = Slabs([BufferShape((heads,), width, dtype) for heads, width in shapes], torch.device("cpu"))
+    """Tables of rows of so many positions, `(K, D)` each; see `slab_tables`."""
+    return slab_tables(lengths, [BufferShape((heads,), width, dtype) for heads, width in shapes])
+
+
+def slab_tables(lengths: Sequence[int], shapes: Sequence[BufferShape]) -> list[SlabTable]:
+    """Tables of rows whose blocks lie in no order; free places hold NaN, or -128 where they are codes."""
+    slabs = Slabs(shapes, torch.device("cpu"))
     counts = [-(-length // BLOCK_TOKENS) for length in lengths]
     blocks = slabs.take(sum(counts), zeroed=True)
     order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(0)).tolist()
@@ -38,11 +43,11 @@ def tables(lengths: Sequence[int], shapes: Sequence[tuple[int, int]], dtype: tor
     places = SlabRows(rows)
     pointers = np.zeros((len(rows), max(counts)), dtype=np.int64)
     made = []
-    for buffer, (heads, width) in enumerate(shapes):
+    for buffer, (heads, width, dtype) in enumerate(shapes):
         for row in rows:
             for block in row.blocks:
-                block.tensors[buffer].fill_(torch.nan)
-        made.append(SlabTable(places, buffer, pointers, heads, width, torch.empty(0, dtype=dtype)))
+                block.tensors[buffer].fill_(torch.nan if dtype.is_floating_point else -128)
+        made.append(SlabTable(places, buffer, pointers, heads[0], width, torch.empty(0, dtype=dtype)))
     return made
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from threading import Lock
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
@@ -31,6 +32,8 @@ from lmstate.ops.types.slab_table import AddressTable, SlabTable
 from lmstate.ops.types.sublayers import pointers, requires_grad
 from lmstate.ops.weights.lora import LoraWeight
 from lmstate.state import LayerState, Layout, RecurrentState, Step
+from lmstate.state.kv.policies.storage import Quantized
+from lmstate.state.kv.quantized.attention import QuantizedAttentionState
 from lmstate.state.layers.attention import AttentionState
 from lmstate.state.layers.block_store import BlockStore
 from lmstate.state.layers.last_input import LastInputState
@@ -41,7 +44,7 @@ from lmstate.state.step import DeviceStep
 
 MOST_ROWS, MOST_WIDTH = 64, 8
 FEWEST_ENTRIES = 8
-STORING: tuple[type, ...] = (AttentionState, LatentState)
+STORING: tuple[type, ...] = (AttentionState, QuantizedAttentionState, LatentState)
 SCANNING: tuple[type, ...] = (RecurrentState, LastInputState)
 
 log = logging.getLogger(__name__)
@@ -152,8 +155,8 @@ class StepGraphs:
     def _recorded(
         self, key: Key, tokens: Tensor, step: Step, leaves: Sequence[LayerState], scans: Scans
     ) -> StepGraph | None:
-        graph = StepGraph(self._network, key, leaves)
         try:
+            graph = StepGraph(self._network, key, leaves)
             graph.fill(tokens, step, leaves, scans)
             graph.record()
         except RuntimeError as error:
@@ -179,13 +182,16 @@ class StepGraph:
         count = sum(len(leaf.buffers) for leaf in stores)
         self.buffers = StepBuffers(key.rows, key.width, count, key.entries, device)
         layout = Layout(key.rows, device, torch.float32, capacity=1, rewind=0, chunk=key.width, static=True)
+        coded = any(isinstance(leaf, QuantizedAttentionState) for leaf in leaves)
+        layout = replace(layout, kv=Quantized(bits=8)) if coded else layout
         self.layers = new_layers(network.blocks, [layout] * len(network.blocks))
         own = [leaf for layer in self.layers for leaf in layer.leaves()]
         tables = iter(self.buffers.tables)
         for leaf, given in zip(own, leaves, strict=True):
-            if isinstance(leaf, SlotState):
-                assert isinstance(given, SlotState)
-                leaf.buffers = given.buffers
+            if type(leaf) is not type(given):
+                raise RuntimeError(f"layers store {type(leaf).__name__} and {type(given).__name__} side by side")
+            if isinstance(leaf, SlotState) and isinstance(given, SlotState):
+                leaf.layout, leaf.buffers = given.layout, given.buffers
                 made: dict[str, BlockTable] = {}
                 for name, buffer in given.buffers.items():
                     heads = buffer.heads[0] if buffer.heads else 1

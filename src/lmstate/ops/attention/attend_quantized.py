@@ -19,6 +19,7 @@ from lmstate.ops.attention.attend import MOST, attend_reference, attend_span, un
 from lmstate.ops.attention.attend_slots import OBSERVED, attend_slots
 from lmstate.ops.attention.kv_store import append_one
 from lmstate.ops.attention.rope import rope
+from lmstate.ops.cuda import attention as cuda
 from lmstate.ops.types import kv_format
 from lmstate.ops.types.block_table import BlockTable, dense
 from lmstate.ops.types.kv_format import BLOCK
@@ -60,6 +61,8 @@ def attend_quantized(
     if rotation is not None:
         q = rope(q, *rotation)
         new = None if new is None else (rope(new[0], *rotation), new[1])
+    if columns is None and dispatch.gpu(q, *(new or ()), kv.k, params.sinks) and cuda.can_read_codes(kv, q):
+        return cuda.attend_codes(q, new, kv, starts, counts, params, mask, dtype)
     if new is not None:
         if body is not None:
             body.attend_quantized(q, new, None, kv, starts, counts, params, mask, stores_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from lmstate.ops.cuda import configs
 from lmstate.ops.cuda.device import launch, on_gpu, padded, shared_bytes
 from lmstate.ops.types.block_table import BLOCK_TOKENS, Stored
-from lmstate.ops.types.params import AttentionParams, CausalMask
+from lmstate.ops.types.params import AttentionParams, CausalMask, QuantizedKV
 from lmstate.ops.types.slab_table import SlabTable
 
 SPLIT = 512
@@ -19,6 +19,7 @@ SPLIT = 512
 FEW_QUERIES = 64
 """Queries of a kv head whose parts are programs of their own; of more, a program merges all parts of its queries."""
 WIDEST = 256
+LINES = 16  # vectors that a program transforms
 WIDEST_LATENT = 512
 PARTS_AT_MOST = 64 << 20
 """Bytes of unmerged parts; where they would take more, a program merges all parts of its queries."""
@@ -57,7 +58,7 @@ def attend(
     q: Tensor, k: SlabTable, v: SlabTable, starts: Tensor, counts: Tensor, params: AttentionParams, mask: CausalMask
 ) -> Tensor:
     """`ops.attend` of keys and values in slabs; the arguments are those there."""
-    return _attend(q, None, k, v, None, starts, counts, params, mask)
+    return _attend(q, None, k, v, None, None, starts, counts, params, mask, k.dtype)
 
 
 def attend_latent(
@@ -66,13 +67,69 @@ def attend_latent(
 ) -> Tensor:  # fmt: skip
     """`ops.attend_latent` of latents in slabs; the arguments are those there."""
     params, mask = AttentionParams(scale), CausalMask(window)
-    return _attend(q_latent, q_rope, latent, latent, rope_key, starts, counts, params, mask)
+    return _attend(q_latent, q_rope, latent, latent, rope_key, None, starts, counts, params, mask, latent.dtype)
+
+
+def can_read_codes(kv: QuantizedKV, q: Tensor) -> bool:
+    """Whether keys and values lie in blocks of slabs as codes of 8 bits, a scale for each vector."""
+    width = q.shape[-1]
+    slabs = all(isinstance(x, SlabTable) for x in kv.tensors)
+    return (
+        slabs and kv.bits == 8 and kv.tail is None and kv.k_scale.shape[3] == kv.v_scale.shape[3] == 1
+        and kv.k.shape[3] == kv.v.shape[3] == width and width & (width - 1) == 0 and 2 <= width <= WIDEST
+    )  # fmt: skip
+
+
+def attend_codes(
+    q: Tensor, new: tuple[Tensor, Tensor] | None, kv: QuantizedKV, starts: Tensor, counts: Tensor,
+    params: AttentionParams, mask: CausalMask, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """`ops.attend_quantized` without a rotation, of what `can_read_codes`; the arguments are those there."""
+    k, v, k_scale, v_scale = (cast(SlabTable, x) for x in kv.tensors)
+    if new is not None:
+        _append_codes(new[0], k, k_scale, starts, counts)
+        _append_codes(new[1], v, v_scale, starts, counts)
+    seen = _attend(hadamard(q), None, k, v, None, (k_scale, v_scale), starts, counts, params, mask, dtype)
+    return hadamard(seen)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """`kv_format.hadamard` of vectors of a power of two, float32 `[..., D]`."""
+    from lmstate.ops.cuda.kernels import attention as kernels
+
+    size = x.shape[-1]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    lines = x.numel() // size
+    if lines:
+        launch(
+            kernels.hadamard, (-(-lines // LINES),), x.contiguous(), out, lines, LINES=LINES, D=size,
+            LOG_D=size.bit_length() - 1,
+        )  # fmt: skip
+    return out
+
+
+def _append_codes(new: Tensor, codes: SlabTable, scales: SlabTable, starts: Tensor, counts: Tensor) -> None:
+    """Store keys or values `[R, T, K, D]` as codes and scales in their rows' blocks."""
+    from lmstate.ops.cuda.kernels import attention as kernels
+
+    rows, width, heads, size = new.shape
+    codes.prepare_write(starts, counts)
+    scales.prepare_write(starts, counts)
+    table = codes.addresses()
+    if rows and width:
+        launch(
+            kernels.append_codes, (rows, width), new.contiguous(), table, scales.addresses(), on_gpu(starts, new),
+            on_gpu(counts, new), table.shape[1], width, K=heads, KP=padded(heads, 1), D=size,
+            LOG_D=size.bit_length() - 1,
+        )  # fmt: skip
 
 
 def _attend(
-    q: Tensor, q_rope: Tensor | None, k: SlabTable, v: SlabTable, rope_key: SlabTable | None, starts: Tensor,
-    counts: Tensor, params: AttentionParams, mask: CausalMask,
+    q: Tensor, q_rope: Tensor | None, k: SlabTable, v: SlabTable, rope_key: SlabTable | None,
+    scales: tuple[SlabTable, SlabTable] | None, starts: Tensor, counts: Tensor, params: AttentionParams,
+    mask: CausalMask, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
+    """dtype: what keys and values are multiplied in. scales: of keys and values that are codes."""
     from lmstate.ops.cuda.kernels import attention as kernels
 
     rows, width, heads, head_dim = q.shape
@@ -88,7 +145,7 @@ def _attend(
     if not longest:
         return out
     few = queries <= FEW_QUERIES
-    lines, warps, stages = configs.attention(queries, v.width)
+    lines, warps, stages = configs.attention(queries, v.width, scales is not None)
     tiles, parts = -(-queries // lines), -(-longest // SPLIT)
     whole = not few or parts == 1 or rows * k.heads * tiles * parts * lines * v.width * 4 > PARTS_AT_MOST
     turning = keys if rope_key is None else rope_key.addresses()
@@ -97,7 +154,7 @@ def _attend(
     top, total = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
     acc = torch.empty(*shape, v.width, dtype=torch.float32, device=q.device)
     sinks, slopes = (out if each is None else each for each in (params.sinks, params.slopes))
-    element = elements()[k.dtype]
+    key_scales, value_scales = (keys, keys) if scales is None else (each.addresses() for each in scales)
     common = {
         "HAS_SINKS": params.sinks is not None, "SPLIT": SPLIT, "HEADS": heads, "GROUP": group, "ROWS": lines,
         "DV": v.width, "DVP": padded(v.width),
@@ -105,12 +162,14 @@ def _attend(
     rope_width = 1 if q_rope is None else q_rope.shape[3]
     launch(
         kernels.attend, (rows * k.heads, tiles, 1 if whole else parts),
-        q.contiguous(), q if q_rope is None else q_rope.contiguous(), keys, values, turning, out, top, total, acc,
-        start, count, sinks, slopes, keys.shape[1], width, parts, params.scale, params.softcap or 1.0,
+        q.contiguous(), q if q_rope is None else q_rope.contiguous(), keys, values, turning,
+        key_scales, value_scales, out, top, total, acc, start, count, sinks, slopes, keys.shape[1], width, parts,
+        params.scale, params.softcap or 1.0,
         mask.window or EVERYTHING, mask.chunk or EVERYTHING,
         HAS_SOFTCAP=params.softcap is not None, HAS_SLOPES=params.slopes is not None, LATENT=q_rope is not None,
-        WHOLE=whole, D=head_dim, DP=padded(head_dim), DR=rope_width, DRP=padded(rope_width), ELEMENT=element,
-        PRECISION="ieee" if k.dtype == torch.float32 else "tf32", warps=warps, stages=stages, **common,
+        CODES=scales is not None, WHOLE=whole, D=head_dim, DP=padded(head_dim), DR=rope_width, DRP=padded(rope_width),
+        ELEMENT=elements()[dtype], PRECISION="ieee" if dtype == torch.float32 else "tf32", warps=warps, stages=stages,
+        **common,
     )  # fmt: skip
     if not whole:
         launch(

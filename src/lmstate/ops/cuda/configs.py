@@ -23,9 +23,9 @@ class KernelShape(NamedTuple):
     stages: int = 2
 
 
-def attention(queries: int, width: int) -> KernelShape:
-    """For so many queries of a kv head, and values of this width."""
-    most = 32 if width <= 128 else FEW_ROWS
+def attention(queries: int, width: int, codes: bool = False) -> KernelShape:
+    """For so many queries of a kv head, and values of this width, as floats or as codes."""
+    most = 32 if width <= 128 and not codes else FEW_ROWS
     return KernelShape(min(padded(queries), most), 8)
 
 

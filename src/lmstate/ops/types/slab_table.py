@@ -194,3 +194,18 @@ class AddressTable(SlabTable):
 
     def prepare_write(self, starts: Tensor, counts: Tensor) -> None:
         """Nothing: `SlabTable.prepare_write` of the tables whose addresses are given, before the step runs."""
+
+    def read(self, rows: Sequence[int], spans: Sequence[range], count: int) -> Tensor:
+        raise RuntimeError("the reference of an operation reads blocks, which are not known while a step is recorded")
+
+    def span(self, rows: range, low: int, end: int, tracked: bool = False) -> Tensor:
+        return self.read([], [], 0)
+
+    def dense(self) -> Tensor:
+        return self.read([], [], 0)
+
+    def write(self, new: Tensor, starts: Tensor, counts: Tensor) -> None:
+        self.read([], [], 0)
+
+    def write_back(self, rings: Tensor, starts: Tensor, counts: Tensor, least: int = 1) -> None:
+        self.read([], [], 0)

@@ -22,17 +22,36 @@ def _rotated(x, x_other, cos, sin, first):
 
 
 @triton.jit
+def _numbers(stored, CODES: tl.constexpr, ELEMENT: tl.constexpr):
+    """Codes as the matrix unit multiplies them, each of them exactly; floats as they are."""
+    if CODES:
+        return stored.to(tl.float32).to(ELEMENT)
+    else:
+        return stored
+
+
+@triton.jit
+def _scales(table, row, entries, tile, offsets, heads, head, stored):
+    """The scales [64] of a head's codes in a block [64, heads] of float16."""
+    block = tl.multiple_of(tl.load(table + row * entries + tile), 16).to(tl.pointer_type(tl.float16))
+    return tl.load(block + offsets * heads + head, mask=stored, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _part(
-    q, q_rope, own, valid, begin, end, keys, values, rope_keys, entries, row, head, key_stride, value_stride,
-    slope, scale, softcap, window, chunk,
-    HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, LATENT: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, DR: tl.constexpr, DRP: tl.constexpr, ELEMENT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, q_rope, own, valid, begin, end, keys, values, rope_keys, key_scales, value_scales, entries, row, head,
+    key_stride, value_stride, slope, scale, softcap, window, chunk,
+    HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, LATENT: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, DR: tl.constexpr, DRP: tl.constexpr,
+    ELEMENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Maximum [ROWS], sum [ROWS] and weighted values [ROWS, DVP] of the positions begin..end, in tiles of 64.
 
-    LATENT: values are the keys, latents that all heads share, and rope keys of DR features add to the scores.
+    LATENT: values are the keys, latents that all heads share, and rope keys of DR features add to the scores. CODES:
+    keys and values are int8, and a scale float16 for each position and head multiplies scores and weights.
     """
+    STORED: tl.constexpr = tl.int8 if CODES else ELEMENT
+    heads = key_stride // D
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DVP], tl.float32)
@@ -43,13 +62,16 @@ def _part(
     for tile in range(begin // TILE, (end + TILE - 1) // TILE):
         position = tile * TILE + offsets
         k_address = tl.load(keys + row * entries + tile)
-        k_block = tl.multiple_of(k_address, 16).to(tl.pointer_type(ELEMENT))
+        k_block = tl.multiple_of(k_address, 16).to(tl.pointer_type(STORED))
         stored = (position < end) & (k_address != 0)
         k = tl.load(
             k_block + offsets[:, None] * key_stride + head * D + d[None, :],
-            mask=stored[:, None] & (d < D)[None, :], other=0.0,
+            mask=stored[:, None] & (d < D)[None, :], other=0,
         )  # fmt: skip
+        k = _numbers(k, CODES, ELEMENT)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if CODES:
+            scores = scores * _scales(key_scales, row, entries, tile, offsets, heads, head, stored)[None, :]
         if LATENT:
             v = k
             r = tl.arange(0, DRP)
@@ -61,16 +83,17 @@ def _part(
             scores = tl.dot(q_rope, tl.trans(rope_key), scores, input_precision=PRECISION)
         else:
             v_address = tl.load(values + row * entries + tile)
-            v_block = tl.multiple_of(v_address, 16).to(tl.pointer_type(ELEMENT))
+            v_block = tl.multiple_of(v_address, 16).to(tl.pointer_type(STORED))
             v = tl.load(
                 v_block + offsets[:, None] * value_stride + head * DV + dv[None, :],
-                mask=stored[:, None] & (dv < DV)[None, :], other=0.0,
+                mask=stored[:, None] & (dv < DV)[None, :], other=0,
             )  # fmt: skip
+            v = _numbers(v, CODES, ELEMENT)
         scores = scores * scale
         if HAS_SOFTCAP:
             scaled = scores / softcap
-            raised = tl.exp2(tl.abs(scaled) * (-2.0 * LOG2E))
-            tanh = (1.0 - raised) / (1.0 + raised)
+            fallen = tl.exp2(tl.abs(scaled) * (-2.0 * LOG2E))
+            tanh = (1.0 - fallen) / (1.0 + fallen)
             scores = softcap * tl.where(scaled < 0, -tanh, tanh)
         if HAS_SLOPES:
             scores -= slope[:, None] * (own[:, None] - position[None, :]).to(tl.float32)
@@ -80,10 +103,14 @@ def _part(
         scores = tl.where(visible, scores * LOG2E, float("-inf"))
         new = tl.maximum(top, tl.max(scores, 1))
         finite = tl.where(new == float("-inf"), 0.0, new)
-        weights = tl.exp2(scores - finite[:, None]).to(ELEMENT)
+        raised = tl.exp2(scores - finite[:, None])
+        weights = raised.to(ELEMENT)
         kept = tl.exp2(top - finite)
         # The matrix unit sums in one order whatever the tile of queries; every column is the same sum.
         summed = tl.max(tl.dot(weights, ones, input_precision=PRECISION), 1)
+        if CODES:
+            spread = _scales(value_scales, row, entries, tile, offsets, heads, head, stored)
+            weights = (raised * spread[None, :]).to(ELEMENT)
         total = total * kept + summed
         acc = acc * kept[:, None] + tl.dot(weights, v, input_precision=PRECISION)
         top = new
@@ -113,17 +140,18 @@ def _finished(top, total, acc, sinks, heads, HAS_SINKS: tl.constexpr):
 
 @triton.jit
 def attend(
-    q, q_rope, keys, values, rope_keys, out, part_top, part_total, part_acc, starts, counts, sinks, slopes,
-    entries, width, parts, scale, softcap, window, chunk,
+    q, q_rope, keys, values, rope_keys, key_scales, value_scales, out, part_top, part_total, part_acc, starts, counts,
+    sinks, slopes, entries, width, parts, scale, softcap, window, chunk,
     HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr, LATENT: tl.constexpr,
-    SPLIT: tl.constexpr, WHOLE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, DR: tl.constexpr, DRP: tl.constexpr,
-    ELEMENT: tl.constexpr, PRECISION: tl.constexpr,
+    CODES: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, DR: tl.constexpr,
+    DRP: tl.constexpr, ELEMENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one row and kv head. Grid: (rows * kv heads, tiles of queries, parts or 1).
 
     q: float32 [R, T, H, D]. keys, values: int64 [R, entries], addresses of blocks [64, K, D], 0 where none is held.
-    LATENT: keys are latents, values too, and q_rope: float32 [R, T, H, DR] meets rope_keys.
+    LATENT: keys are latents, values too, and q_rope: float32 [R, T, H, DR] meets rope_keys. CODES: blocks are int8, and
+    key_scales and value_scales are addresses of blocks [64, K] of float16.
     out: float32 [R, T, H, DV]. WHOLE: all parts are merged here; else a program computes one part into part_top and
     part_total [R, K, tiles, parts, ROWS] and part_acc [R, K, tiles, parts, ROWS, DV], which `merge` reads.
     """
@@ -160,8 +188,9 @@ def attend(
         for part in range(low // SPLIT, (end + SPLIT - 1) // SPLIT):
             more_top, more_total, more_acc = _part(
                 queries, turned, own, valid, tl.maximum(part * SPLIT, low), tl.minimum((part + 1) * SPLIT, end),
-                keys, values, rope_keys, entries, row, head, KV_HEADS * D, KV_HEADS * DV, slope, scale, softcap, window,
-                chunk, HAS_SOFTCAP, HAS_SLOPES, LATENT, ROWS, D, DP, DV, DVP, DR, DRP, ELEMENT, PRECISION,
+                keys, values, rope_keys, key_scales, value_scales, entries, row, head, KV_HEADS * D, KV_HEADS * DV,
+                slope, scale, softcap, window, chunk, HAS_SOFTCAP, HAS_SLOPES, LATENT, CODES, ROWS, D, DP, DV, DVP, DR,
+                DRP, ELEMENT, PRECISION,
             )  # fmt: skip
             top, total, acc = _merged(top, total, acc, more_top, more_total, more_acc)
         y = _finished(top, total, acc, sinks, query_head, HAS_SINKS)
@@ -171,8 +200,9 @@ def attend(
         part = tl.program_id(2)
         top, total, acc = _part(
             queries, turned, own, valid, tl.maximum(part * SPLIT, low), tl.minimum((part + 1) * SPLIT, end),
-            keys, values, rope_keys, entries, row, head, KV_HEADS * D, KV_HEADS * DV, slope, scale, softcap, window,
-            chunk, HAS_SOFTCAP, HAS_SLOPES, LATENT, ROWS, D, DP, DV, DVP, DR, DRP, ELEMENT, PRECISION,
+            keys, values, rope_keys, key_scales, value_scales, entries, row, head, KV_HEADS * D, KV_HEADS * DV, slope,
+            scale, softcap, window, chunk, HAS_SOFTCAP, HAS_SLOPES, LATENT, CODES, ROWS, D, DP, DV, DVP, DR, DRP,
+            ELEMENT, PRECISION,
         )  # fmt: skip
         place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * parts + part
         line = tl.arange(0, ROWS)
@@ -246,3 +276,61 @@ def rope(x, cos, sin, out, heads, D: tl.constexpr, DP: tl.constexpr, HALF: tl.co
     s = tl.load(sin + token * HALF + pair, mask=turned, other=0.0)
     y = tl.where(turned, _rotated(own, partner, c, s, first), own)
     tl.store(out + (token * heads + tl.program_id(1)) * D + d, y, mask=d < D)
+
+
+@triton.jit
+def _butterfly(x, LINES: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
+    """Sums and differences of the numbers of x [LINES, D] that lie HALF apart."""
+    pairs = tl.permute(tl.reshape(x, [LINES, D // (2 * HALF), 2, HALF]), (0, 1, 3, 2))
+    first, second = tl.split(pairs)
+    return tl.reshape(tl.permute(tl.join(first + second, first - second), (0, 1, 3, 2)), [LINES, D])
+
+
+@triton.jit
+def _hadamard(x, LINES: tl.constexpr, D: tl.constexpr, LOG_D: tl.constexpr):
+    """x [LINES, D] times the Hadamard matrix of D, a power of two: sums of pairs, in one order."""
+    for i in tl.static_range(0, LOG_D):
+        x = _butterfly(x, LINES, D, 1 << i)
+    root = tl.sqrt(tl.full([1, 1], D, tl.float32))
+    return x / root
+
+
+@triton.jit
+def hadamard(x, out, lines, LINES: tl.constexpr, D: tl.constexpr, LOG_D: tl.constexpr):
+    """Vectors times a Hadamard matrix, its own inverse. Grid: (tiles of lines,). x, out: float32 [lines, D]."""
+    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
+    at = line[:, None] * D + tl.arange(0, D)[None, :]
+    inside = (line < lines)[:, None]
+    tl.store(out + at, _hadamard(tl.load(x + at, mask=inside, other=0.0), LINES, D, LOG_D), mask=inside)
+
+
+@triton.jit
+def append_codes(
+    new, codes, scales, starts, counts, entries, width,
+    K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, LOG_D: tl.constexpr,
+):  # fmt: skip
+    """Store a new token of a row as int8 codes of its Hadamard transform, and their scales. Grid: (rows, T).
+
+    new: float32 [R, T, K, D]; codes, scales: addresses int64 [R, entries] of blocks [64, K, D] of int8 and [64, K] of
+    float16.
+    """
+    row = tl.program_id(0)
+    token = tl.program_id(1)
+    if token < tl.load(counts + row):
+        position = tl.load(starts + row) + token
+        entry = row * entries + position // TILE
+        head = tl.arange(0, KP)
+        d = tl.arange(0, D)
+        inside = (head < K)[:, None]
+        x = tl.load(new + ((row * width + token) * K + head[:, None]) * D + d[None, :], mask=inside, other=0.0)
+        x = _hadamard(x, KP, D, LOG_D)
+        scale = tl.minimum(tl.max(tl.abs(x), 1) / 127.0, 65504.0).to(tl.float16)
+        divisor = tl.where(scale == 0, 1.0, scale.to(tl.float32))
+        # A number of this size has no bits behind the point: to add it rounds to the nearest even integer.
+        rounded = (x / divisor[:, None] + 12582912.0) - 12582912.0
+        rounded = tl.minimum(tl.maximum(rounded, -127.0), 127.0)
+        block = tl.multiple_of(tl.load(codes + entry), 16).to(tl.pointer_type(tl.int8))
+        at = ((position % TILE) * K + head[:, None]) * D + d[None, :]
+        tl.store(block + at, rounded.to(tl.int8), mask=inside)
+        scale_block = tl.multiple_of(tl.load(scales + entry), 16).to(tl.pointer_type(tl.float16))
+        tl.store(scale_block + (position % TILE) * K + head, scale, mask=head < K)
