@@ -138,6 +138,26 @@ def test_drafts_rewinds_forks_and_snapshots_change_no_bit(model: lmstate.Model) 
     assert torch.equal(model([ids[46:]], other, logits="all")[0], whole[46:])
 
 
+@pytest.mark.parametrize("policy", ["bfloat16", "float32", "int8", "int4"])
+@pytest.mark.parametrize("case", ["llama", "gemma2", "deepseek_v3", "falcon_h1"])
+def test_infinite_numbers_change_nothing_before_them(case: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, infinite = model_of(case, "int4"), 7
+    embedded = type(model.network).embedded
+
+    def overflown(network: Any, tokens: Tensor, step: Any) -> Tensor:
+        stream = embedded(network, tokens, step)
+        return torch.where((tokens == infinite)[..., None], torch.inf, stream)
+
+    monkeypatch.setattr(type(model.network), "embedded", overflown)
+    ids = [8 if token == infinite else token for token in text(LONG)]
+    finite, _ = fed(model, ids, [LONG], kv=POLICIES[policy])
+    ids[100] = infinite
+    for sizes in ([LONG], [7], [33], [64], [1, 50, 3, 32, 40]):
+        logits, _ = fed(model, ids, sizes, kv=POLICIES[policy])
+        assert torch.equal(logits[:100], finite[:100]), sizes
+        assert not logits[100].isfinite().any()
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("case", ["llama", "gemma2", "gpt_oss"])
 def test_however_keys_and_values_are_stored(case: str, policy: str) -> None:

@@ -46,9 +46,14 @@ class KVBlock(ABC):
                 self._tensors = self.make()
         return self._tensors
 
-    def requires_grad(self, buffer: int) -> bool:
-        """Whether one of them does."""
-        return self._tensors is not None and self._tensors[buffer].requires_grad
+    def requires_grad(self, buffer: int | None = None) -> bool:
+        """Whether a gradient follows what is in a buffer; None: in any of them."""
+        tensors = self._tensors or ()
+        return any(tensor.requires_grad for tensor in (tensors if buffer is None else tensors[buffer : buffer + 1]))
+
+    def forget_graph(self) -> None:
+        """Have no gradient follow what is in it."""
+        self._tensors = None
 
 
 class RowBlocks(NamedTuple):

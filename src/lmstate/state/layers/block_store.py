@@ -39,6 +39,8 @@ class BlockStore:
         """Empty where they are to be made again, by the next step."""
         self._undo: dict[int, tuple[RowBlocks, RowBlocks]] = {}
         """The rows that got blocks for the step at hand: before and after."""
+        self._constants: list[KVBlock] = []
+        """Blocks that the step at hand writes into, whose content no gradient follows yet."""
         self.views: list[Any] = []
         """Made of the tables by layers, and cleared with them; several stores may share the list."""
 
@@ -47,17 +49,25 @@ class BlockStore:
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(
-            vars(self), rows=list(self.rows), tables={}, _undo={}, views=memo.setdefault(id(self.views), [])
+            vars(self),
+            rows=list(self.rows),
+            tables={},
+            _undo={},
+            _constants=[],
+            views=memo.setdefault(id(self.views), []),
         )
         return twin
 
     # ---- the step
 
     def reserve(self, step: Step) -> None:
-        if step.speculative and torch.is_grad_enabled():
-            # Autograd would take what is committed in a block for a part of a draft that was written behind it.
-            self._share([r for r, _, _ in step.spans])
         rows = self.rows
+        if torch.is_grad_enabled():
+            # Autograd would take what is committed in a block for a part of what a discarded step wrote behind it.
+            begun = {r: rows[r].blocks[start // BLOCK_TOKENS] for r, start, _ in step.spans if start % BLOCK_TOKENS}
+            held = [(r, block) for r, block in begun.items() if block is not None]
+            self._share([r for r, block in held if step.speculative or block.requires_grad()])
+            self._constants = [block for _, block in held if not block.requires_grad()]
         short = [
             (r, start, end)
             for r, start, end in step.spans
@@ -69,6 +79,8 @@ class BlockStore:
     def commit(self, step: Step, accepted: Sequence[int], changes: Changes) -> None:
         if self._undo:
             changes.assign(self, "_undo", {})
+        if self._constants:
+            changes.assign(self, "_constants", [])
         if self.window_span is None:
             return
         for r, (row, start, n) in enumerate(zip(self.rows, step.starts, accepted)):
@@ -85,6 +97,12 @@ class BlockStore:
                 self._point(r, before, 0)  # first: whatever interrupts it, the next discard does it again
                 self.rows[r] = before
         self._undo = {}
+        if any(block.requires_grad() for block in self._constants):
+            for block in self._constants:
+                block.forget_graph()
+            self.views.clear()
+            self.tables = {}
+        self._constants = []
 
     def table(self, name: str) -> BlockTable:
         """A buffer as operations read and write it in the step at hand."""

@@ -234,16 +234,16 @@ static int64_t first_part_of(const attend_args *a, const attend_plan *all, const
   return row->first_part + task->place * a->counts[task->r] * (a->heads / a->kv_heads);
 }
 
-/* One chunk of a task, or what its queries see of it. */
-static void run_chunk(const attend_args *a, const attend_plan *all, int64_t number, const task_of *task, int64_t from,
-                      int64_t until) {
+/* Queries first..n of a task over the positions from..until, which lie in one chunk. */
+static __attribute__((noinline)) void run_queries(const attend_args *a, const attend_plan *all, int64_t number,
+                                                  const task_of *task, int64_t from, int64_t until, int64_t first,
+                                                  int64_t n) {
   const int64_t group = a->heads / a->kv_heads, r = task->r, kv = task->kv, start = a->starts[r];
-  const int64_t first_token = task->first_token, n = task->last_token * group;
   const int64_t first_part = first_part_of(a, all, task);
   const float *queries_of_row = a->q + all->rows[r].q;
   source coded = {0}, floats = stored_of(a, all, r, kv, &coded);
   const int rounds = attends_bf16(a, all, r); /* then values are written before they are read */
-  for (int64_t j = first_token * group; j < n; j++) {
+  for (int64_t j = first; j < n; j++) {
     partial_softmax p = part_at(a, all->parts, first_part + j);
     *p.largest = -INFINITY, *p.sum = 0;
     if (!rounds) memset(p.values, 0, (size_t)a->dim_v * sizeof(float));
@@ -251,7 +251,7 @@ static void run_chunk(const attend_args *a, const attend_plan *all, int64_t numb
   if (rounds) {
     bf16_task of = {.args = a, .codes = all->codes, .floats = &floats, .coded = &coded, .q = queries_of_row,
                     .parts = part_at(a, all->parts, first_part).largest, .row = r, .kv = kv,
-                    .first = first_token * group, .n = n, .from = from, .until = until};
+                    .first = first, .n = n, .from = from, .until = until};
     source next_task = floats, unused = {0};
     if (!all->whole && !all->codes && number + 1 < all->tasks) {
       look_ahead(a, all, number + 1, (until - 1) / SUB * SUB, &next_task, &unused);
@@ -260,7 +260,7 @@ static void run_chunk(const attend_args *a, const attend_plan *all, int64_t numb
     attend_bf16(&of);
     return;
   }
-  const int wide = widens(a, all, n - first_token * group);
+  const int wide = widens(a, all, n - first);
   widened_tile tile_floats;
   int leaves = !all->whole && (task->place + 1) % all->rows[r].chunks == 0 && number + 1 < all->tasks;
   for (int64_t b = from / SUB * SUB; b < until; b += SUB) {
@@ -273,7 +273,7 @@ static void run_chunk(const attend_args *a, const attend_plan *all, int64_t numb
     const int64_t far = !all->codes ? n : all->codes->tail ? (b + SUB - start) * group : 0;
     const source read = wide ? widened(a, &floats, b, from, until, &tile_floats) : floats;
     int queries;
-    for (int64_t j = first_token * group; j < n; j += queries) {
+    for (int64_t j = first; j < n; j += queries) {
       const float *q[TILE], *bias[TILE];
       int64_t low[TILE], end[TILE];
       float slope[TILE];
@@ -323,25 +323,57 @@ static void add_part_to_whole(const attend_args *a, const partial_softmax *p, co
   for (int64_t d = 0; d < a->dim_v; d++) to->values[d] = before * to->values[d] + here * p->values[d];
 }
 
-static void end_whole(const attend_args *a, const whole_softmax *to) {
-  for (int64_t d = 0; d < a->dim_v; d++) to->values[d] /= *to->sum;
+/* Whether all of it is finite. */
+static int end_whole(const attend_args *a, const whole_softmax *to) {
+  const vf sum = vf_set1(*to->sum);
+  vf zeros = vf_zero();
+  int64_t d = 0;
+  for (; d + VL <= a->dim_v; d += VL) {
+    const vf x = vf_div(vf_load(to->values + d), sum);
+    vf_store(to->values + d, x);
+    zeros = vf_fma(x, vf_zero(), zeros);
+  }
+  float rest = 0;
+  for (; d < a->dim_v; d++) {
+    to->values[d] /= *to->sum;
+    rest += to->values[d] * 0;
+  }
+  return vf_sum(zeros) + rest == 0;
+}
+
+/* Queries that are computed together multiply a value that only some of them see by 0, and 0 times an infinite value is
+ * NaN. Compute this one alone, over what it sees. */
+static void attend_alone(const attend_args *a, const attend_plan *all, int64_t r, int64_t token, int64_t head) {
+  const row_plan *row = &all->rows[r];
+  const int64_t group = a->heads / a->kv_heads, kv = head / group, j = token * group + head % group;
+  const int64_t end = a->starts[r] + token + 1, low = low_of(a, end - 1);
+  const whole_softmax to = whole_of(a, all, r, token, head);
+  begin_whole(a, head, &to);
+  for (int64_t c = chunk_of(low); c <= chunk_of(end - 1); c++) {
+    const task_of task = {.r = r, .kv = kv, .place = all->whole ? kv : kv * row->chunks + c - row->chunk};
+    const int64_t from = chunk_begin(c), until = chunk_begin(c + 1);
+    run_queries(a, all, all->tasks, &task, low > from ? low : from, end < until ? end : until, j, j + 1);
+    const partial_softmax p = part_at(a, all->parts, first_part_of(a, all, &task) + j);
+    add_part_to_whole(a, &p, &to);
+  }
+  end_whole(a, &to);
 }
 
 static void run_task(const attend_args *a, const attend_plan *all, int64_t number) {
   const task_of task = numbered_task(a, all, number);
-  if (!all->whole) {
-    run_chunk(a, all, number, &task, task.from, task.until);
-    return;
-  }
   const int64_t group = a->heads / a->kv_heads, first_part = first_part_of(a, all, &task);
   const int64_t first = task.first_token * group, last = task.last_token * group, head = task.kv * group;
+  if (!all->whole) {
+    run_queries(a, all, number, &task, task.from, task.until, first, last);
+    return;
+  }
   for (int64_t j = first; j < last; j++) {
     const whole_softmax to = whole_of(a, all, task.r, j / group, head + j % group);
     begin_whole(a, head + j % group, &to);
   }
   for (int64_t from = task.from, until; from < task.until; from = until) {
     until = chunk_begin(chunk_of(from) + 1) < task.until ? chunk_begin(chunk_of(from) + 1) : task.until;
-    run_chunk(a, all, number, &task, from, until);
+    run_queries(a, all, number, &task, from, until, first, last);
     for (int64_t j = first; j < last; j++) {
       const partial_softmax p = part_at(a, all->parts, first_part + j);
       const whole_softmax to = whole_of(a, all, task.r, j / group, head + j % group);
@@ -350,7 +382,7 @@ static void run_task(const attend_args *a, const attend_plan *all, int64_t numbe
   }
   for (int64_t j = first; j < last; j++) {
     const whole_softmax to = whole_of(a, all, task.r, j / group, head + j % group);
-    end_whole(a, &to);
+    if (!end_whole(a, &to)) attend_alone(a, all, task.r, j / group, head + j % group);
   }
 }
 
@@ -365,7 +397,7 @@ static void combine(const attend_args *a, const attend_plan *all, int64_t r, int
     const partial_softmax p = part_at(a, all->parts, first + c * n);
     add_part_to_whole(a, &p, &to);
   }
-  end_whole(a, &to);
+  if (!end_whole(a, &to) && a->counts[r] > 1) attend_alone(a, all, r, token, head);
 }
 
 /* Add to the columns of one kv head what its slots received, averaged over the group: in the order of the queries. No
@@ -484,7 +516,6 @@ void attend_run(const attend_args *a, const attend_plan *plan) {
     for (int64_t task = task_after(a, plan, work * id / threads); task < last; task++) run_task(a, plan, task);
   }
   team_barrier();
-  end_attend_bf16(a, plan);
 #pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < all_tokens(a, plan->packed) * a->heads; i++) {
     const int64_t number = i / a->heads, r = plan->packed ? plan->packed->rows[number] : number / a->tokens;
@@ -492,6 +523,7 @@ void attend_run(const attend_args *a, const attend_plan *plan) {
     if (token >= a->counts[r]) memset(a->out + i * a->dim_v, 0, (size_t)a->dim_v * sizeof(float));
     else if (!plan->whole) combine(a, plan, r, token, i % a->heads);
   }
+  end_attend_bf16(a, plan);
   team_barrier();
   if (!a->columns) return;
 #pragma omp for schedule(static) nowait
