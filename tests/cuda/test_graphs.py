@@ -8,6 +8,7 @@ from torch._dynamo.utils import counters
 
 from tests.compiled.static_mirror import StaticMirror
 from tests.cuda import ids, needs_gpu, on_gpu
+from tests.interpreted.test_graphs import story
 
 pytestmark = needs_gpu
 
@@ -41,3 +42,14 @@ def test_replayed_steps_give_the_logits_of_eager_ones(case: str) -> None:
     own.check()
     assert counters["inductor"]["cudagraph_skips"] == 0
     assert counters["inductor"]["cudagraph_recorded_non_static_inputs"] <= 2 * 2, "tokens alone are copied"
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral", "deepseek_v3", "qwen3_next-dense", "mamba2", "mixtral", "lfm2"])
+def test_graphs_of_the_model_have_the_bits_of_eager_steps(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = on_gpu(case)
+    with torch.no_grad():
+        replayed = story(model)
+        assert any(graph is not None for graph in model.network.graphs._made.values()), "no step was recorded"
+        monkeypatch.setattr("lmstate.models.graphs.fuses", lambda: False)
+        eager = story(model)
+    assert all(torch.equal(own.nan_to_num(7.0), other.nan_to_num(7.0)) for own, other in zip(replayed, eager))

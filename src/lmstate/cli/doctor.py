@@ -24,7 +24,7 @@ def doctor() -> None:
 
     from lmstate import __version__
     from lmstate.ops.cuda.device import reason
-    from lmstate.ops.dispatch import info
+    from lmstate.ops.dispatch import gpu_info, info
 
     rows = [
         ("lmstate", __version__),
@@ -38,6 +38,13 @@ def doctor() -> None:
     table("lmstate doctor", ("", ""), rows)
     print()
     table("Operations", ("operation", "runs on", "why"), [(op["op"], op["body"], op["why"]) for op in info()])
+    if on_gpu := gpu_info():
+        print()
+        table(
+            "Operations on the GPU",
+            ("operation", "runs on", "why"),
+            [(op["op"], op["body"], op["why"]) for op in on_gpu],
+        )
 
 
 def _version(name: str) -> str:

@@ -192,3 +192,27 @@ def info() -> list[dict[str, str]]:
         {"op": "linear", "body": body, "why": tiles},
         *({"op": op, "body": body, "why": why} for op in (*_ALIKE, *_RECURRENT)),
     ]
+
+
+_TRITON = (
+    "attend", "attend_latent", "8-bit keys and values", "append", "rope", "linear", "norm (RMS)", "glu", "experts",
+    "argmax", "causal_conv", "gated_norm", "gated_delta_rule", "linear_attention", "ssd", "selective_scan", "rg_lru",
+    "wkv",
+)  # fmt: skip
+_OF_TORCH = ("4-bit and 2-bit keys and values", "norm (layer)", "choose_experts", "choose_positions", "sample")
+
+
+def gpu_info(index: int = 0) -> list[dict[str, str]]:
+    """The same on the GPU of this index; empty where torch finds none."""
+    from lmstate.ops.cuda import configs, device
+
+    if not torch.cuda.is_available():
+        return []
+    why = f"{VARIABLE}=reference" if is_forced() else device.reason(index)
+    if why:
+        return [{"op": op, "body": "reference", "why": why} for op in (*_TRITON, *_OF_TORCH)]
+    found = dict.fromkeys(_TRITON, ("Triton", "the GPU runs the kernels of ops/cuda"))
+    if device.shared_bytes(index) < configs.LATENT_BYTES:
+        found["attend_latent"] = "Triton or reference", "latents of more than 256 need more shared memory"
+    found |= dict.fromkeys(_OF_TORCH, ("reference", "there is no kernel yet"))
+    return [{"op": op, "body": body, "why": reason} for op, (body, reason) in found.items()]
