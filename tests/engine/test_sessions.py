@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -13,7 +14,7 @@ import lmstate
 from lmstate.engine import EngineClosed, SessionBusy
 from lmstate.engine.session import Moment, Record
 from tests.engine.alone import alone
-from tests.engine.chat import chatting
+from tests.engine.chat import TEMPLATE, chatting, tokenizer
 from tests.engine.test_batching import prompt
 from tests.zoo import ours
 
@@ -59,6 +60,22 @@ def test_an_answer_whose_thinking_is_left_out_is_still_found() -> None:
         ids = engine.encode([*asked, said("assistant", "yes"), said("user", "why?")])
         assert ids[: len(tokens)] == tokens
         assert model.tokenizer.decode(ids[len(tokens) :], False) == "<end>[user]why?<end>[assistant]"
+
+
+def test_tools_go_to_the_template_through_encode() -> None:
+    template = "{% for t in tools or [] %}({{ t.name }}){% endfor %}" + TEMPLATE
+    model = replace(ours("llama"), _tokenizer=tokenizer(template))
+    asked, tools = [said("user", "hi")], [{"name": "look"}]
+    told = [*asked, said("assistant", "seen"), said("user", "more")]
+    with lmstate.Engine(model, rows=1) as engine:
+        first = engine.encode(asked, tools=tools)
+        assert model.tokenizer.decode(first, False).startswith("(look)[user]hi")
+        request = engine.submit(first, max_new_tokens=3, ignore_eos=True)
+        answer = request.result(600).tokens[0]
+        assert request.prompt == first
+        engine.remember(told[:2], [*first, *answer], tools=tools)
+        assert engine.encode(told, tools=tools)[: len(first) + 3] == [*first, *answer]
+        assert engine.encode(told) == model.tokenizer.chat(told), "another conversation: it has no tools"
 
 
 def test_a_session_of_ids_goes_on_from_its_exact_tokens() -> None:
