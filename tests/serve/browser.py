@@ -54,7 +54,6 @@ class Visit:
         for name, value in values.items():
             self.page.fill(f"#set-{name}", str(value))
         self.page.click("text=Keep settings")
-        self.until("location.hash.length > 1")
         self.until("document.getElementById('said').textContent === 'Settings kept'")
         self.page.click("[aria-label='Close the panel']")
 

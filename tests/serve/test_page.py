@@ -300,6 +300,14 @@ def test_conversations_are_named_found_and_forgotten(client: httpx.Client) -> No
     assert not [one for one in client.get("/v1/sessions").json()["data"] if one["name"].startswith(first)]
 
 
+def test_only_an_empty_conversation_is_deleted_as_empty(client: httpx.Client) -> None:
+    first, second = create(client), create(client)
+    say(client, first, "Hello")
+    assert client.delete(f"{ROOT}/{first}", params={"empty": 1}).status_code == 409
+    assert client.delete(f"{ROOT}/{second}", params={"empty": 1}).status_code == 200
+    assert [one["id"] for one in client.get(ROOT).json()["data"]] == [first]
+
+
 def test_a_branch_as_a_file_is_the_branch_elsewhere(client: httpx.Client) -> None:
     id = create(client, system="Be brief.")
     last = say(client, id, "two", say(client, id, "one")["id"])

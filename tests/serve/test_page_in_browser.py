@@ -198,9 +198,32 @@ def test_code_shows_its_language_and_is_copied_from_a_head_that_stays(visit: Vis
     assert page.evaluate("navigator.clipboard.readText()").strip() == lines
 
 
+def begun(visit: Visit, server: Running, **settings: Any) -> str:
+    """The address of a conversation without messages, which the page shows."""
+    with server.client() as client:
+        url = f"{server.url}/#{client.post(ROOT, json={'settings': settings}).json()['id']}"
+    visit.page.goto(url)
+    visit.page.reload()
+    return url
+
+
+def test_settings_are_those_of_new_conversations(visit: Visit, real: Running) -> None:
+    page = visit.page
+    visit.settings(max_tokens=3, temperature=0)
+    assert page.url.rstrip("/") == real.url and page.locator("#list [aria-current]").count() == 0
+    for _ in range(2):
+        visit.say("Name a river.")
+        assert page.inner_text("article.assistant .cut") != ""
+        page.keyboard.press("Alt+n")
+        visit.until("document.querySelectorAll('#pane article').length === 0")
+    page.keyboard.press("Alt+Comma")
+    page.wait_for_selector("#panel h2:text-is('Settings of new conversations')")
+    assert page.input_value("#set-max_tokens") == "3"
+
+
 def test_two_tabs_see_one_conversation(visit: Visit, real: Running) -> None:
-    visit.settings(max_tokens=8)
-    other = Visit(visit.page.context, visit.page.url)
+    url = begun(visit, real, max_tokens=8)
+    other = Visit(visit.page.context, url)
     said = visit.say("Name a river.")
     other.ended(1)
     assert other.last() == said
@@ -211,8 +234,8 @@ def test_two_tabs_see_one_conversation(visit: Visit, real: Running) -> None:
 
 
 def test_two_tabs_see_one_answer_grow_and_either_stops_it(visit: Visit, real: Running) -> None:
-    visit.settings(max_tokens=400, temperature=0)
-    other = Visit(visit.page.context, visit.page.url)
+    url = begun(visit, real, max_tokens=400, temperature=0)
+    other = Visit(visit.page.context, url)
     wait_until(lambda: not real.server.service.running)
     with standing_still(real.engine, 40):
         visit.page.fill("#text", "Write a long story about a ship.")
@@ -268,6 +291,8 @@ def test_what_is_refused_says_what_to_do_and_keeps_the_text(browser: Any, tiny_m
         visit.page.wait_for_selector("#problem:not([hidden])")
         assert "begin another conversation" in visit.page.inner_text("#problem")
         assert visit.page.input_value("#text") == "x" * 3000 and visit.answers() == 0
+        visit.until("location.hash === ''")
+        assert client.get(ROOT).json()["data"] == [], "no empty conversation is left"
         visit.page.fill("#text", "Hello")
         go, body = held(engine), {"text": "Hello", "parent": None}
         other = client.post("/page/conversations", json={}).json()["id"]

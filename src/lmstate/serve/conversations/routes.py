@@ -86,7 +86,11 @@ async def change(service: Service, request: Request, body: PageConversation) -> 
 
 
 async def delete(service: Service, request: Request) -> ASGIApp:
-    await keeper(request).delete(await opened(request))
+    """`empty=1`: only if it has no message."""
+    live = await opened(request)
+    if request.query_params.get("empty") == "1" and live.conversation.nodes:
+        raise ApiError("the conversation has messages", 409)
+    await keeper(request).delete(live)
     return json_response({"deleted": True})
 
 

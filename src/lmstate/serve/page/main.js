@@ -1,6 +1,6 @@
 // The page: which conversation and branch is shown, and what keys and buttons do.
 
-import { follow, get, post } from "./api.js";
+import { follow, get, post, remove } from "./api.js";
 import { Conversation } from "./conversation.js";
 import { announce, ask, byId, el, hide, showText } from "./dom.js";
 import { Pane } from "./messages.js";
@@ -149,9 +149,9 @@ async function drawPanel(focus = false) {
   try {
     if (panel === "settings") {
       about ??= await get("/page/about");
-      parts = settingsPanel(conversation, about, async (settings) => {
-        if (!conversation) await begin(settings);
-        else await keepSettings(conversation, settings);
+      parts = settingsPanel(conversation?.settings ?? usual(), Boolean(conversation), about, async (settings) => {
+        if (conversation) await keepSettings(conversation, settings);
+        else localStorage.setItem("settings", JSON.stringify(settings));
       });
       parts.push(...replicaParts((await get("/v1/replicas")).data));
     } else if (!conversation) parts = [el("p", { class: "quiet" }, "No conversation yet.")];
@@ -175,8 +175,17 @@ async function drawPanel(focus = false) {
 
 // ---- saying
 
-async function begin(settings = {}) {
-  const { id } = await post("/page/conversations", { settings });
+/** The settings of new conversations. */
+function usual() {
+  try {
+    return JSON.parse(localStorage.getItem("settings")) ?? {};
+  } catch {
+    return {};
+  }
+}
+
+async function begin() {
+  const { id } = await post("/page/conversations", { settings: usual() });
   const draft = text.value;
   localStorage.removeItem("draft:");
   text.value = "";
@@ -206,8 +215,9 @@ async function send() {
   const said = text.value, shown = [...attached.items];
   if ((!said.trim() && !shown.length) || runningAnswers().length || byId("send").disabled) return;
   byId("send").disabled = true;
+  const fresh = !conversation;
   const done = await tried(async () => {
-    if (!conversation) await begin();
+    if (fresh) await begin();
     const { root, leaf, other } = conversation;
     const message = { text: said, pictures: await attached.sent(root) };
     const sent = [post(`${root}/say`, { parent: parentOf(leaf), ...message })];
@@ -216,11 +226,30 @@ async function send() {
     if (second) conversation.go(second.answer, "other");
     conversation.go(first.answer);
   });
+  if (!done && fresh && conversation) await leaveEmpty();
   if (done) attached.clear(shown);
   if (done && text.value === said) { text.value = ""; keepDraft(); fit(); }
   draw();
   panes.forEach((pane) => pane.toEnd());
   list();
+}
+
+/** Leave no conversation behind whose first message was refused; the server keeps one that has messages. */
+async function leaveEmpty() {
+  const { id, root } = conversation, said = text.value, told = byId("problem").textContent;
+  keepDraft();
+  unfollow();
+  let left = id;
+  try {
+    await remove(`${root}?empty=1`);
+    localStorage.removeItem(`draft:${id}`);
+    left = null;
+  } catch { /* it has the message, and the answer to it was lost on the way; or the server is away */ }
+  show(left);
+  text.value = said;
+  keepDraft();
+  fit();
+  problem(told);
 }
 
 /** Pictures go with the message, files of text into it. */

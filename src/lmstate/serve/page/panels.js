@@ -172,8 +172,8 @@ export async function tokensPanel(conversation, answer, forked) {
   ];
 }
 
-export function settingsPanel(conversation, about, saved) {
-  const kept = conversation?.settings ?? {};
+/** `kept`: the settings of a conversation (`own`), or those of new ones. `saved(settings)` keeps others. */
+export function settingsPanel(kept, own, about, saved) {
   const problem = el("p", { class: "problem", role: "alert", hidden: true });
   const fields = [
     ["system", "System prompt", "What the model is told before everything. Another one computes the branch anew.", { rows: "5" }],
@@ -204,7 +204,7 @@ export function settingsPanel(conversation, about, saved) {
     }
   } } }, ...made, problem, el("button", { class: "primary" }, "Keep settings"));
   const facts = [["Model", about.model], ["Family", about.family], ["Layers", about.layers], ["Context", about.context ?? "any"], ["Conversations", about.kept ? "kept in the server's store" : "until the server ends (--store keeps them)"]];
-  return [el("h2", {}, "Settings of this conversation"), form, el("h3", {}, "The model"),
+  return [el("h2", {}, own ? "Settings of this conversation" : "Settings of new conversations"), form, el("h3", {}, "The model"),
     el("dl", {}, ...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, `${value}`)]))];
 }
 
