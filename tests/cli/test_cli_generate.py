@@ -209,7 +209,7 @@ def test_help_and_version_need_no_torch_and_show_examples() -> None:
         assert done.stdout.endswith("False\n") and done.stderr == ""
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "inspect", "models", "doctor", "demo", "bench"])
+@pytest.mark.parametrize("command", ["generate", "chat", "convert", "inspect", "models", "doctor", "demo", "bench"])
 def test_every_command_has_help_with_an_example(runner: CliRunner, command: str) -> None:
     result = runner.invoke(app, [command, "--help"])
     assert result.exit_code == 0 and f"Examples:\n    lmstate {command}" in result.stdout

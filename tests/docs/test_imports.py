@@ -20,7 +20,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"generation"},
         {"models", "kv"},
         {"training", "engine", "integrations", "distributed"},
-        {"loading", "serve"},
+        {"loading", "converting", "serve"},
         {"cluster"},
         {"cli"},
         {"__main__"},

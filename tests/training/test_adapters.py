@@ -19,10 +19,10 @@ import lmstate
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_source
 from lmstate.errors import ModelError, SnapshotError, StateError
+from lmstate.files.writing import save_tensors
 from lmstate.models.fingerprint import weights_in
 from lmstate.training import AdaptedModel, LoraConfig, LoraModel, loss
 from lmstate.training.adapted import AdaptedWeights, build_adapted
-from lmstate.training.files import save_tensors
 from lmstate.training.lora import module_key
 from tests.training.in_double import InDouble
 from tests.training.small import ragged, saved, theirs, whole_loss

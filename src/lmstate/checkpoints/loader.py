@@ -18,6 +18,7 @@ from torch import Tensor
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.conversion_cache import ConversionCache
 from lmstate.checkpoints.placement import DevicePlacement, Devices, Sizes
+from lmstate.checkpoints.renamed import file_name
 from lmstate.checkpoints.source import GroupedQuant, Source, floats
 from lmstate.errors import ModelError
 from lmstate.ops.memory import spare
@@ -90,7 +91,7 @@ class WeightLoader:
         self.device = self.placement.devices[0]  # on which what is asked for next is to lie
         self.config = Config(source.config, f"config of {source.path}")
         self.float_kind = "bfloat16" if multiplies_bfloat16(self.device) else "float32"
-        self.kind = kind
+        self.kind = kind = source.weights if kind == "auto" else kind
         if dtype is None:
             quantized = any(source.stored(name) in ("int4", "int8") for name in source.names())
             stays_float32 = kind == "float32" or (kind == "auto" and self.float_kind == "float32" and not quantized)
@@ -104,9 +105,11 @@ class WeightLoader:
         )
         self._spare = spare()
         self._made: dict[str, Weight] = {}
+        self.stacks: dict[tuple[str, ...], str] = {}
+        """The storage of each matrix that is made of whole tensors, by the names that the checkpoint gives these."""
         self._errors: dict[str, float] = {}  # of the matrices that were to be quantized, in the storage asked for
         self._asked: set[str] = set()
-        self._bar = _Bar(progress, len(source.names()))
+        self._bar = ConversionBar(progress, len(source.names()))
 
     def over(self, source: Source) -> WeightLoader:
         """A loader over another source, say the text part of a checkpoint. Call it before anything is loaded."""
@@ -302,11 +305,11 @@ class WeightLoader:
         activations = self._activation_bits(parts)
         kept = self._packed.get(label) if self._packed else None
         if self._packed is not None and kept is not None:
-            self._note_error(label, self._packed.error(label))
+            self._note(label, parts, kept.kind, self._packed.error(label))
             return self._for_decoding(kept.with_activations(activations))
         kind = self._storage(parts)
         weight, error = self._convert(parts, kind, order)
-        self._note_error(label, error)
+        self._note(label, parts, weight.kind, error)
         # Plain floats are quick to take from the checkpoint; only what was taken apart or rounded is worth keeping.
         costly = weight.kind in ("int4", "int8") or any(part.stored in ("int4", "int8") for part in parts)
         if costly and self._packed is not None:
@@ -320,9 +323,11 @@ class WeightLoader:
             return 16
         if self.activations != "auto":
             return int(self.activations)
-        return self.source.activation_bits if all(part.stored in ("int4", "int8") for part in parts) else 16
+        return max(self.source.activation_bits(name) for part in parts for name in part.names)
 
-    def _note_error(self, label: str, error: float | None) -> None:
+    def _note(self, label: str, parts: list[StackedMatrix], kind: str, error: float | None) -> None:
+        if all(part.make is None for part in parts):
+            self.stacks[tuple(file_name(self.source, name) for part in parts for name in part.names)] = kind
         if error is not None:
             self._errors[label] = error
 
@@ -368,7 +373,8 @@ class WeightLoader:
         return quantize(whole, "int8"), error
 
     def _read(self, part: StackedMatrix) -> Numbers:
-        return part.make(*(self.source.read(name) for name in part.names))
+        numbers = [self.source.read(name) for name in part.names]
+        return numbers[0] if part.make is None else part.make(*numbers)
 
     def _expert(self, index: int) -> Make:
         def take(numbers: Numbers) -> Numbers:
@@ -380,9 +386,9 @@ class WeightLoader:
 
 
 class StackedMatrix:
-    """One matrix of a stack: a tensor, one expert of it, or what is made of some."""
+    """One matrix of a stack: a tensor, one expert of it, or what is made of some. `make`: None for a whole tensor."""
 
-    def __init__(self, names: tuple[str, ...], stored: str, make: Make = lambda numbers: numbers) -> None:
+    def __init__(self, names: tuple[str, ...], stored: str, make: Make | None = None) -> None:
         self.names, self.stored, self.make = names, stored, make
 
 
@@ -406,10 +412,11 @@ def _pack(parts: list[GroupedQuant], order: Tensor | None) -> Weight:
     return Int4Weight.pack(whole.q, whole.scale, whole.minimum)
 
 
-class _Bar:
+class ConversionBar:
     """Shows on a terminal that tensors are being converted; a start from the cache shows none."""
 
-    def __init__(self, wanted: bool, total: int) -> None:
+    def __init__(self, wanted: bool, total: int, doing: str = "converting weights") -> None:
+        self._doing = doing
         self._wanted = wanted and sys.stderr.isatty()
         self._total = total
         self._progress: Progress | None = None
@@ -423,7 +430,7 @@ class _Bar:
 
             self._progress = Progress(console=Console(stderr=True), transient=True)
             self._progress.start()
-            self._progress.add_task("converting weights", total=self._total)
+            self._progress.add_task(self._doing, total=self._total)
         self._progress.advance(self._progress.task_ids[0], tensors)
 
     def close(self) -> None:

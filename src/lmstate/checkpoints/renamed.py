@@ -38,7 +38,7 @@ class Renamed:
         self.generation = whole.generation
         self.notes = whole.notes
         self.conversions = whole.conversions
-        self.activation_bits = whole.activation_bits
+        self.weights = whole.weights
         self.config = config
         self._names: dict[str, str] = {}
         for name, there in pairs:
@@ -64,11 +64,29 @@ class Renamed:
     def read(self, name: str) -> Tensor | GroupedQuant:
         return self.whole.read(self._names[name])
 
+    def activation_bits(self, name: str) -> int:
+        return self.whole.activation_bits(self._names[name])
+
     def key(self) -> str:
         return self.whole.key()
 
     def tokenizer_files(self) -> TokenizerFiles | None:
         return self.whole.tokenizer_files()
+
+
+def file_source(source: Source) -> Source:
+    """The checkpoint itself, without what gives its tensors other names."""
+    while isinstance(source, Renamed):
+        source = source.whole
+    return source
+
+
+def file_name(source: Source, name: str) -> str:
+    """The name that the checkpoint itself gives a tensor."""
+    while isinstance(source, Renamed):
+        name = source.outer_name(name)
+        source = source.whole
+    return name
 
 
 def plain(source: Source) -> Source:

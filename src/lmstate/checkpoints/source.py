@@ -60,9 +60,10 @@ class Source(Protocol):
     generation: dict[str, Any]  # as in generation_config.json
     notes: tuple[str, ...]  # what the files leave out or have wrong, and what was guessed; a warning each
 
-    @property
-    def activation_bits(self) -> int:
-        """Default bits of the activations that quantized tensors of this format multiply."""
+    weights: str  # the storage that weights="auto" stands for, where the checkpoint says one; else "auto"
+
+    def activation_bits(self, name: str) -> int:
+        """Default bits of the activations that a tensor multiplies where it is held quantized."""
         ...
 
     @property

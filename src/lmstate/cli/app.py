@@ -15,6 +15,7 @@ from lmstate.cli import (
     bench,
     cache,
     cluster,
+    convert,
     demo,
     doctor,
     embed,
@@ -105,6 +106,7 @@ def root(
 
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.command("convert")(convert.convert)
 app.command("finetune")(finetune.finetune)
 app.command("inspect")(inspect.inspect)
 app.command("bench")(bench.bench)

@@ -36,6 +36,7 @@ DTYPES = {
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U32": torch.uint32,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }

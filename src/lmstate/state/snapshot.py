@@ -115,8 +115,8 @@ class Snapshot:
         frequency_key = metadata_number(path, metadata, "frequency_key", MOST_TOKENS)
         media = read_spans(path, metadata.get("media", "[]"), tensors)
         layers = by_layer(path, tensors, metadata_number(path, metadata, "layers", 100_000))
-        named = (metadata.get(name, "") for name in ("fingerprint", "notes", "model"))
-        return Snapshot(tokens, cached, frequency_key, logits, layers, *named, source, media)
+        fingerprint, notes, model = (metadata.get(name, "") for name in ("fingerprint", "notes", "model"))
+        return Snapshot(tokens, cached, frequency_key, logits, layers, fingerprint, notes, model, source, media)
 
     def without_embeddings(self) -> Snapshot:
         """The same without the embeddings of pictures that were read, which only recomputation needs."""

@@ -23,9 +23,9 @@ from lmstate.errors import ModelError
 from lmstate.files.atomic import sync_folder
 from lmstate.files.json_object import read_object
 from lmstate.files.safetensors import TensorFile
+from lmstate.files.writing import save_tensors, write_json, write_text
 from lmstate.training.adapted import LoraModel
 from lmstate.training.documents import Document, batches
-from lmstate.training.files import save_tensors, write_json, write_text
 from lmstate.training.model import ParameterModel
 from lmstate.training.next_token import loss
 

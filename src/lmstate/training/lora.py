@@ -23,9 +23,9 @@ from lmstate.checkpoints.config import Config
 from lmstate.errors import ModelError
 from lmstate.files.json_object import read_object
 from lmstate.files.safetensors import TensorFile
+from lmstate.files.writing import save_tensors, write_json
 from lmstate.ops import FloatWeight
 from lmstate.ops.weights.lora import LowRank, Magnitude
-from lmstate.training.files import save_tensors, write_json
 from lmstate.training.module_names import named_as_in_transformers
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"

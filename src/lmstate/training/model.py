@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
 from abc import ABC, abstractmethod
@@ -12,7 +13,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from lmstate.checkpoints.loader import WeightLoader
+from lmstate.checkpoints.loader import WIDTHS, WeightLoader
+from lmstate.checkpoints.source import dtype_name, floats
 from lmstate.errors import ModelError, StateError
 from lmstate.language_model import Logits
 from lmstate.models.forward import Head, Run
@@ -164,7 +166,13 @@ class TrainableModel(ParameterModel):
         Tensors have the dtype that they are trained in. Parts of its checkpoint that the model does not use (a vision
         tower, say) are copied. Raises `OSError`.
         """
-        from lmstate.training.saving import save_checkpoint
+        from lmstate.checkpoints.saving import save_checkpoint, without_quantization
 
         tied = ("lm_head.weight",) if self.head is self.embed else ()
-        save_checkpoint(folder, self._leaves.source, self._leaves.tensors, without=tied)
+        source, leaves = self._leaves.source, self._leaves.tensors
+        others = sorted(source.names() - {*leaves, *tied})
+        tensors = itertools.chain(leaves.items(), ((name, floats(source.read(name))) for name in others))
+        config = without_quantization(source.config)
+        config.pop("torch_dtype", None)
+        config["dtype"] = max((dtype_name(leaf.dtype) for leaf in leaves.values()), key=WIDTHS.index)
+        save_checkpoint(folder, source, tensors, config)

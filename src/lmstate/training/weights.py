@@ -9,16 +9,16 @@ are stacked along their outputs lie in one piece of memory whose parts the leave
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from lmstate.checkpoints.config import Config
-from lmstate.checkpoints.loader import Make, WeightLoader, _Bar
+from lmstate.checkpoints.loader import ConversionBar, Make, WeightLoader
 from lmstate.checkpoints.placement import DevicePlacement
-from lmstate.checkpoints.renamed import Renamed
+from lmstate.checkpoints.renamed import file_name, file_source
 from lmstate.checkpoints.source import Source, floats
 from lmstate.errors import ModelError
 from lmstate.ops.types.weight import Weight
@@ -112,7 +112,7 @@ class TrainableWeights(WeightLoader):
         self._made: dict[str, Weight] = {}
         self._asked: set[str] = set()
         self._unbound: dict[str, tuple[Tensor, ...]] = {}
-        self._packed, self._bar, self._errors = None, _Bar(False, 0), {}
+        self._packed, self._bar, self._errors = None, ConversionBar(False, 0), {}
         self.heads, self.context_size = False, context_size
 
     def over(self, source: Source) -> TrainableWeights:
@@ -127,7 +127,7 @@ class TrainableWeights(WeightLoader):
             return None
         self.expect(name, shape)
         self._asked.add(name)
-        return self.leaves.get(name_in_file(self.source, name), torch.float32).float()
+        return self.leaves.get(file_name(self.source, name), torch.float32).float()
 
     def stacked(self, name: str, index: int, shape: tuple[int, int, int] | None = None) -> Weight:
         label = f"{name}[{index}]"
@@ -160,27 +160,7 @@ class TrainableWeights(WeightLoader):
         return FloatWeight(matrix if order is None else matrix[order().to(matrix.device)])
 
     def _leaf(self, name: str) -> Tensor:
-        return self.leaves.get(name_in_file(self.source, name), self.leaves.dtype)
+        return self.leaves.get(file_name(self.source, name), self.leaves.dtype)
 
     def _in_file(self, names: Sequence[str]) -> list[str]:
-        return [name_in_file(self.source, name) for name in names]
-
-
-def name_in_file(source: Source, name: str) -> str:
-    """Name in the checkpoint of a tensor that the model knows as `name`."""
-    for outer in _wrappers(source):
-        name = outer.outer_name(name)
-    return name
-
-
-def file_source(source: Source) -> Source:
-    """The checkpoint itself, without what gives its tensors other names."""
-    while isinstance(source, Renamed):
-        source = source.whole
-    return source
-
-
-def _wrappers(source: Source) -> Iterator[Renamed]:
-    while isinstance(source, Renamed):
-        yield source
-        source = source.whole
+        return [file_name(self.source, name) for name in names]

@@ -26,7 +26,7 @@ class GgufSource:
     """A `Source` over one .gguf file. `open` parses the file; `from_json` takes what a cache remembers of that
     instead."""
 
-    activation_bits = 8  # as in llama.cpp, which rounds them for every quantized format
+    weights = "auto"
 
     def __init__(
         self,
@@ -74,6 +74,9 @@ class GgufSource:
 
     def stored(self, name: str) -> str:
         return FORMATS[self._tensors[name].place.format].kind
+
+    def activation_bits(self, name: str) -> int:
+        return 8 if self.stored(name) in ("int4", "int8") else 16  # llama.cpp rounds them for every quantized format
 
     def read(self, name: str) -> Tensor | GroupedQuant:
         located = self._tensors[name]

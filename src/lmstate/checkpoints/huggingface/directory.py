@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lmstate.checkpoints.huggingface import fp8, mxfp4, quantization
+from lmstate.checkpoints.huggingface import fp8, mlx, mxfp4, quantization
+from lmstate.checkpoints.huggingface.converted import ConvertedCheckpoint
 from lmstate.checkpoints.huggingface.packed import find as packed_matrices
 from lmstate.checkpoints.source import GroupedQuant, dtype_name
 from lmstate.errors import ModelError
@@ -27,8 +28,6 @@ FLOATS = ("float32", "float16", "bfloat16")
 class CheckpointFolder:
     """A `Source` over a directory. Tensors are mapped, not read; shards are opened when first needed."""
 
-    activation_bits = 16
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self.notes: tuple[str, ...] = ()
@@ -40,6 +39,8 @@ class CheckpointFolder:
         self._mxfp4 = method == quantization.MXFP4
         self._fp8 = method in fp8.METHODS
         self._fp8_block = fp8.block_of(settings) if self._fp8 else None
+        self._made = ConvertedCheckpoint.of(self.config, path)
+        self.weights = self._made.weights
         generation = path / "generation_config.json"
         self.generation: dict[str, Any] = read_object(generation) if generation.is_file() else {}
         if (pooling := _pooling(self.path)) is not None:
@@ -53,6 +54,8 @@ class CheckpointFolder:
 
         entries = {name: shard.entries[name] for name, shard in self._where.items()}
         packed = {} if method is None or self._mxfp4 else packed_matrices(entries, self._tensor, settings, path)
+        if (by_mlx := mlx.settings_of(self.config, path)) is not None:
+            packed = packed | mlx.find(entries, self._tensor, by_mlx, path)
         self._packed = packed
         lossy = Counter(matrix.lossy for matrix in packed.values() if matrix.lossy)
         self.conversions = tuple(
@@ -79,6 +82,9 @@ class CheckpointFolder:
             return self._packed[name].stored
         # 8-bit floats times their scales have the range of bfloat16.
         return "bfloat16" if self._is_fp8(name) else self._dtype(name)
+
+    def activation_bits(self, name: str) -> int:
+        return self._made.activation_bits if name not in self._made.rounded else 16
 
     def read(self, name: str) -> Tensor | GroupedQuant:
         if name in self._packed:

@@ -60,13 +60,13 @@ def find(entries: Entries, get: Get, settings: Config, path: Path) -> dict[str, 
         for ending, maker in makers.items():
             if name.endswith(ending):
                 stem = name.removesuffix(ending)
-                matrix = maker(_Parts(entries, get, stem, path), settings)
+                matrix = maker(PackedParts(entries, get, stem, path), settings)
                 if matrix is not None:
                     found[f"{stem}.weight"] = matrix
     return found
 
 
-class _Parts:
+class PackedParts:
     """The tensors of one matrix, by the ends of their names."""
 
     def __init__(self, entries: Entries, get: Get, stem: str, path: Path) -> None:
@@ -106,7 +106,7 @@ class _Parts:
         return ModelError(f"{self._path} is damaged or incomplete: {what}")
 
 
-def _gptq(parts: _Parts, settings: Config) -> PackedMatrix:
+def _gptq(parts: PackedParts, settings: Config) -> PackedMatrix:
     """Integers along the inputs, `w = scale * (q - zero)`; in the first version zeros lie one lower."""
     bits = settings.int("bits", 2, 8, default=4)
     if bits not in (2, 4, 8):
@@ -138,7 +138,7 @@ def _gptq(parts: _Parts, settings: Config) -> PackedMatrix:
     return PackedMatrix(names, (outputs, inputs), kind, read, lossy)
 
 
-def _awq(parts: _Parts, settings: Config) -> PackedMatrix:
+def _awq(parts: PackedParts, settings: Config) -> PackedMatrix:
     """Four bits along the outputs, whose columns are interleaved."""
     inputs, columns = _matrix(parts, "qweight")
     outputs, groups = columns * 8, _matrix(parts, "scales")[0]
@@ -158,7 +158,7 @@ def _awq(parts: _Parts, settings: Config) -> PackedMatrix:
     return PackedMatrix(parts.names("qweight", "qzeros", "scales"), (outputs, inputs), kind, read, lossy)
 
 
-def _compressed(parts: _Parts, settings: Config) -> PackedMatrix:
+def _compressed(parts: PackedParts, settings: Config) -> PackedMatrix:
     """compressed-tensors: integers along the inputs above their lowest value, or NVFP4."""
     outputs, columns = _matrix(parts, "weight_packed")
     if parts.dtype("weight_packed") == BYTES:
@@ -194,7 +194,7 @@ def _compressed(parts: _Parts, settings: Config) -> PackedMatrix:
     return PackedMatrix(names, (outputs, inputs), "int4" if bits <= 4 and fits else "int8", read, lossy)
 
 
-def _plain(parts: _Parts, settings: Config) -> PackedMatrix | None:
+def _plain(parts: PackedParts, settings: Config) -> PackedMatrix | None:
     """A matrix under its own name: bitsandbytes', 8-bit integers with scales, NVFP4 of ModelOpt; None for others."""
     if parts.has("weight.absmax"):
         return _bitsandbytes(parts)
@@ -222,7 +222,7 @@ def _plain(parts: _Parts, settings: Config) -> PackedMatrix | None:
     return PackedMatrix(names, (outputs, inputs), "int8", read, None if fits else "8-bit integers")
 
 
-def _bitnet(parts: _Parts, settings: Config) -> PackedMatrix | None:
+def _bitnet(parts: PackedParts, settings: Config) -> PackedMatrix | None:
     """BitNet b1.58 (2402.17764): -1, 0 and 1 times one scale, four in a byte, or to be made of floats; None for others.
 
     Activations are not rounded to 8 bits here.
@@ -257,7 +257,7 @@ def _is_linear(stem: str) -> bool:
     return not stem.endswith("lm_head") and "embed" not in stem.rpartition(".")[2]
 
 
-def _nvfp4(parts: _Parts, packed: str, whole: str, divided: bool) -> PackedMatrix:
+def _nvfp4(parts: PackedParts, packed: str, whole: str, divided: bool) -> PackedMatrix:
     """Four-bit floats in groups of 16 with 8-bit float scales, and one scale for the whole matrix."""
     outputs, columns = _matrix(parts, packed)
     inputs = 2 * columns
@@ -275,7 +275,7 @@ def _nvfp4(parts: _Parts, packed: str, whole: str, divided: bool) -> PackedMatri
     return PackedMatrix(names, (outputs, inputs), "int8", read, "NVFP4")
 
 
-def _bitsandbytes(parts: _Parts) -> PackedMatrix | None:
+def _bitsandbytes(parts: PackedParts) -> PackedMatrix | None:
     """NF4 and FP4: indices into a table, blocks of numbers that share a scale, which may be quantized too."""
     kind = next((kind for kind in ("nf4", "fp4") if parts.has(f"weight.quant_state.bitsandbytes__{kind}")), None)
     if kind is None:
@@ -323,7 +323,7 @@ def _bitsandbytes(parts: _Parts) -> PackedMatrix | None:
     return PackedMatrix(parts.names(*ends), (rows, columns), "int8", read, f"bitsandbytes {kind}")
 
 
-def _matrix(parts: _Parts, end: str) -> tuple[int, int]:
+def _matrix(parts: PackedParts, end: str) -> tuple[int, int]:
     shape = parts.shape(end)
     if len(shape) != 2 or 0 in shape:
         raise parts.damaged(f"{parts.stem}.{end} has the shape {list(shape)}, and should be a matrix")

@@ -214,19 +214,28 @@ def quantize(matrix: Tensor, kind: str) -> Weight:
         raise ValueError(f"no weight kind is called {kind!r}; there are {', '.join(FLOAT_KINDS)}, int8 and int4")
     if matrix.dim() != 2:
         raise ValueError(f"a weight is a matrix [N, K]; this tensor is {list(matrix.shape)}")
-    n, k = matrix.shape
-    if k % GROUP:
+    if matrix.shape[1] % GROUP:
         return FloatWeight(matrix.to(torch.bfloat16))
+    q, scale, minimum = rounded(matrix, kind)
+    return Int8Weight.pack(q, scale) if minimum is None else Int4Weight.pack(q, scale, minimum)
+
+
+def rounded(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The integers `[N, K]` that `quantize` stores a float matrix in, and the scales and minima `[N, K / 32]`.
+
+    int8 without minima, or uint8 of 0..15 with them; the latter two are float32 numbers that float16 has.
+    """
+    n, k = matrix.shape
     groups = matrix.float().view(n, k // GROUP, GROUP)
     # Scales are rounded to float16 before the numbers are chosen, so that the rounding costs no accuracy.
     if kind == "int8":
         scale = _half(groups.abs().amax(-1) / 127)
         q8 = (groups / _divisor(scale)).round_().clamp_(-127, 127).to(torch.int8)
-        return Int8Weight.pack(q8.flatten(1), scale)
+        return q8.flatten(1), scale, None
     minimum = _half(groups.amin(-1))
     scale = _half((groups.amax(-1) - minimum).clamp_(min=0) / 15)
     q4 = ((groups - minimum[..., None]) / _divisor(scale)).round_().clamp_(0, 15).to(torch.uint8)
-    return Int4Weight.pack(q4.flatten(1), scale, minimum)
+    return q4.flatten(1), scale, minimum
 
 
 def quantization_error(matrix: Tensor, kind: str) -> float:

@@ -1,4 +1,4 @@
-"""Files of a training, which appear whole."""
+"""Files of text, JSON and tensors, which appear whole."""
 
 from __future__ import annotations
 
