@@ -30,7 +30,12 @@ DIGEST = runpy.run_path(str(FOLDER.with_name("sources.py")))["digest"](FOLDER)
 FLAGS = ["-O3", "-g0", "-std=c11", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", f"-DLMSTATE_SOURCES={DIGEST}u"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"]
-VARIANTS = {"portable": [], "avx2": ["-DLMSTATE_AVX2", *AVX2], "avx512": ["-DLMSTATE_AVX512", *AVX512]}
+VARIANTS = {
+    "portable": [],
+    "avx2": ["-DLMSTATE_AVX2", *AVX2],
+    "avxvnni": ["-DLMSTATE_AVX2", "-DLMSTATE_AVXVNNI", *AVX2, "-mavxvnni"],
+    "avx512": ["-DLMSTATE_AVX512", *AVX512],
+}
 EXTRA = os.environ.get("LMSTATE_CFLAGS", "").split()
 SLOWEST = ("linear_panel.c", "linear.c", "attend.c")  # to compile: they go first, so that none is left alone at the end
 

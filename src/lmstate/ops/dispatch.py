@@ -1,7 +1,7 @@
 """The one place that picks an operation's body: the reference in torch, or the native library of this processor.
 
-`LMSTATE_OPS` forces one: `reference`, or a native variant (`portable`, `avx2`, `avx512`). It is read once, at the first
-operation.
+`LMSTATE_OPS` forces one: `reference`, or a native variant (`portable`, `avx2`, `avxvnni`, `avx512`). It is read once,
+at the first operation.
 """
 
 from __future__ import annotations

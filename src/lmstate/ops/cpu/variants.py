@@ -12,8 +12,8 @@ from pathlib import Path
 from lmstate.ops.cpu import abi
 from lmstate.ops.cpu.sources import digest
 
-VARIANTS = ("portable", "avx2", "avx512")
-"""From the plainest to the fastest; a processor that runs one runs those before it."""
+VARIANTS = ("portable", "avx2", "avxvnni", "avx512")
+"""From the plainest to the fastest."""
 
 
 class NativeError(RuntimeError):
@@ -45,8 +45,8 @@ def usable() -> tuple[str, ...]:
     """The variants that were built from these sources and that this processor runs, the fastest last."""
     if not built("portable"):
         return ()
-    level = ctypes.CDLL(str(path_of("portable"))).lmstate_processor()
-    return tuple(variant for variant in VARIANTS[: level + 1] if built(variant))
+    runs = ctypes.CDLL(str(path_of("portable"))).lmstate_processor()
+    return tuple(variant for i, variant in enumerate(VARIANTS) if runs >> i & 1 and built(variant))
 
 
 def open_cdll(variant: str) -> ctypes.CDLL:

@@ -99,8 +99,17 @@ INLINE vf vf_round_to_int8(int8_t *out, vf x) { /* to nearest even, -127..127; a
 
 /* Sixteen outputs of a quantized block: two halves of eight. */
 typedef struct { __m256 lo, hi; } f16x;
+/* Whether products of bytes, one of the two without a sign, are added by fours in 32 bits, without saturation. */
+#ifdef LMSTATE_AVXVNNI
+enum { VNNI = 1 };
+#define add_quads _mm256_dpbusd_avx_epi32
+#else
+enum { VNNI = 0 };
+#define add_quads(sums, w, x) ((void)(w), (void)(x), (sums)) /* never called */
+#endif
 /* Of activations of two bytes: inputs 4q, 4q + 2 (parity 0) and 4q + 1, 4q + 3 (1) of sixteen outputs, two halves of
- * eight, as 16 bits. Of one byte: inputs 4q..4q + 3 as bytes (parity 0), without a sign for 4 bits, with one for 8. */
+ * eight, as 16 bits. Of one byte, and of two with VNNI: inputs 4q..4q + 3 as bytes (parity 0), without a sign; but with
+ * one for 8 bits without VNNI. */
 typedef struct { __m256i w[GROUP / 4][2][2]; } group;
 
 INLINE f16x f16x_zero(void) { f16x r = {_mm256_setzero_ps(), _mm256_setzero_ps()}; return r; }
@@ -125,6 +134,7 @@ INLINE void f16x_store(float *p, f16x x) { _mm256_storeu_ps(p, x.lo); _mm256_sto
 
 INLINE group unpack4(const uint8_t *p, int bytes) {
   group g;
+  if (VNNI) bytes = 1;
   const __m256i low = bytes == 1 ? _mm256_set1_epi8(15) : _mm256_set1_epi16(15);
   UNROLL for (int q = 0; q < GROUP / 4; q += 2)
     UNROLL for (int half = 0; half < 2; half++) {
@@ -146,8 +156,8 @@ INLINE group unpack8(const uint8_t *p, int bytes) {
   UNROLL for (int q = 0; q < GROUP / 4; q++)
     UNROLL for (int half = 0; half < 2; half++) {
       const __m256i b = _mm256_loadu_si256((const __m256i *)(p + 64 * q + 32 * half));
-      if (bytes == 1) {
-        g.w[q][0][half] = _mm256_xor_si256(b, _mm256_set1_epi8(-128));
+      if (VNNI || bytes == 1) {
+        g.w[q][0][half] = VNNI ? b : _mm256_xor_si256(b, _mm256_set1_epi8(-128));
         continue;
       }
       g.w[q][0][half] = _mm256_and_si256(b, _mm256_set1_epi16(255));
@@ -158,6 +168,7 @@ INLINE group unpack8(const uint8_t *p, int bytes) {
 /* In place of its bytes, the activations of a group as 16 bits: even inputs, then odd ones, so that 32 bits of either
  * are what four bytes of weights give when they are taken apart by parity. */
 INLINE void join_parts(rounded *x) {
+  if (VNNI) return;
   const __m256i high = _mm256_loadu_si256((const __m256i *)x->q[0]);
   const __m256i low = _mm256_loadu_si256((const __m256i *)x->q[1]);
   const __m256i even = _mm256_add_epi16(_mm256_slli_epi16(high, 8), _mm256_srai_epi16(_mm256_slli_epi16(low, 8), 8));
@@ -200,6 +211,25 @@ INLINE void quad_byte_dots(const group *g, const rounded *x, int q, int rows, in
     }
   }
 }
+/* Either byte of the activations has sums of its own. */
+INLINE void vnni_dots(const group *g, const rounded *x, int rows, int bytes, __m256i (*sums)[2]) {
+  __m256i each[2][TOGETHER][2];
+  UNROLL for (int part = 0; part < bytes; part++) {
+    UNROLL for (int m = 0; m < rows; m++) each[part][m][0] = each[part][m][1] = _mm256_setzero_si256();
+    UNROLL for (int q = 0; q < GROUP / 4; q++)
+      UNROLL for (int m = 0; m < rows; m++) {
+        int32_t four;
+        memcpy(&four, rounded_at(x, m, bytes)->q[part] + 4 * q, 4);
+        const __m256i quad = _mm256_set1_epi32(four);
+        UNROLL for (int half = 0; half < 2; half++)
+          each[part][m][half] = add_quads(each[part][m][half], g->w[q][0][half], quad);
+      }
+  }
+  UNROLL for (int m = 0; m < rows; m++)
+    UNROLL for (int half = 0; half < 2; half++)
+      sums[m][half] = bytes == 1 ? each[0][m][half]
+                                 : _mm256_add_epi32(_mm256_slli_epi32(each[0][m][half], 8), each[1][m][half]);
+}
 /* For each row, the sums of a group's products with each output's integers, of which 128 is the zero where they have 8
  * bits: exact, then a float. `rows`, `bits` and `bytes`, of an activation, are constants where this is called. */
 INLINE void group_dots(const group *g, const rounded *x, int rows, int bits, int bytes, f16x *out) {
@@ -208,7 +238,9 @@ INLINE void group_dots(const group *g, const rounded *x, int rows, int bits, int
     const rounded *own = rounded_at(x, first, bytes);
     __m256i sums[TOGETHER][2];
     UNROLL for (int m = 0; m < count; m++) sums[m][0] = sums[m][1] = _mm256_setzero_si256();
-    if (bytes == 1)
+    if (VNNI)
+      vnni_dots(g, own, count, bytes, sums);
+    else if (bytes == 1)
       UNROLL for (int q = 0; q < GROUP / 4; q++) quad_byte_dots(g, own, q, count, bits, sums);
     else if (rows < TOGETHER) /* weights need not go through memory */
       UNROLL for (int q = 0; q < GROUP / 4; q++) quad_dots(g, own, q, count, sums);
@@ -217,8 +249,9 @@ INLINE void group_dots(const group *g, const rounded *x, int rows, int bits, int
     UNROLL for (int m = 0; m < count; m++)
       UNROLL for (int half = 0; half < 2; half++) {
         __m256i sum = sums[m][half];
-        if (bytes == 1 && bits == 4) sum = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
-        if (bytes == 2 && bits == 8) sum = _mm256_sub_epi32(sum, _mm256_set1_epi32(128 * own[m].sum));
+        if (!VNNI && bytes == 1 && bits == 4) sum = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
+        if ((VNNI || bytes == 2) && bits == 8)
+          sum = _mm256_sub_epi32(sum, _mm256_set1_epi32(128 * rounded_at(own, m, bytes)->sum));
         *(half ? &out[first + m].hi : &out[first + m].lo) = _mm256_cvtepi32_ps(sum);
       }
   }
