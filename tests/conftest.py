@@ -12,8 +12,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-# Triton's interpreter is chosen when a kernel is decorated, so before anybody imports Triton.
-os.environ["TRITON_INTERPRET"] = "1"
+# Triton's interpreter is chosen when a kernel is decorated, so before anybody imports Triton. On a GPU kernels are
+# compiled; TRITON_INTERPRET=1 runs tests/interpreted there, instead of tests/cuda.
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 os.environ["LMSTATE_THREADS"] = "fixed"  # tests of several threads run on several, whatever else runs
 torch.set_num_threads(1)
 
