@@ -179,7 +179,7 @@ def test_an_empty_page_has_examples_and_a_cut_answer_says_so(visit: Visit) -> No
     visit.say(text)
     assert page.locator(".welcome").count() == 0
     assert page.inner_text("article.user h2") == "You" and page.inner_text("article.assistant h2") == "smollm2"
-    assert "as long as it may be" in page.inner_text("article.assistant .cut")
+    assert "limit of tokens" in page.inner_text("article.assistant .cut")
 
 
 def test_code_shows_its_language_and_is_copied_from_a_head_that_stays(visit: Visit, real: Running) -> None:

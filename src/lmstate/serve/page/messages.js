@@ -4,7 +4,7 @@ import { button, copyButton, el, hide, showHtml, showText } from "./dom.js";
 import { Attached, pictureRow, picturesOf } from "./pictures.js";
 
 const SLICE = 40; // messages of a long branch that are made in a frame, the last ones first
-const CUT = { length: "Cut off: the answer was as long as it may be. Continue writes on.", stopped: "Stopped before its end. Continue writes on." };
+const CUT = { length: "Cut off at the limit of tokens. Continue goes on.", stopped: "Stopped before its end. Continue goes on." };
 const EXAMPLES = ["Explain recursion to a child, with an example.", "Write a Python function that finds the primes up to n.", "Plan a weekend in Rome as a table."];
 
 export class Pane {

@@ -4,7 +4,7 @@ import { blob, get, post } from "./api.js";
 import { announce, button, el, saveAs, size } from "./dom.js";
 import { dataUrl, thumbnail } from "./pictures.js";
 
-/** The tree as nested lists; a line of messages without branches is one list. */
+/** The tree as nested lists: a line of messages without branches is one list, and so are the branches of a message. */
 export function treePanel(conversation, go) {
   const on = new Set(conversation.path(conversation.leaf).map((node) => node.id));
   const line = (id) => {
@@ -14,17 +14,20 @@ export function treePanel(conversation, go) {
       list.append(el("li", {}, entry(below[0])));
       below = conversation.children(below[0].id);
     }
-    for (const node of below) list.append(el("li", {}, entry(node), line(node.id)));
+    if (below.length) {
+      const words = parting(below.map((node) => beginning(node.text ?? "…")));
+      list.append(el("li", {}, el("ul", { class: "map branches" }, ...below.map((node, at) => el("li", {}, entry(node, words[at]), line(node.id))))));
+    }
     return list;
   };
-  const entry = (node) => {
+  const entry = (node, words = beginning(node.text ?? "…")) => {
     const pictures = node.pictures.map((name, at) => thumbnail(conversation.root, name, `Picture ${at + 1}`));
     return button("", () => go(node), {
       class: `${node.role}${on.has(node.id) ? " on" : ""}`,
       "aria-current": node.id === conversation.leaf ? "true" : undefined,
-      title: node.role === "user" ? "A message of yours" : "An answer",
+      title: `${node.role === "user" ? "Your message" : "An answer"}: ${beginning(node.text ?? "…")}`,
       "data-id": node.id,
-    }, ...pictures, pictures.length && !node.text ? null : beginning(node.text ?? "…"));
+    }, ...pictures, pictures.length && !node.text ? null : words);
   };
   const count = [...conversation.nodes.values()].filter((node) => node.role === "assistant" && !conversation.children(node.id).length).length;
   return [
@@ -38,7 +41,15 @@ export function treePanel(conversation, go) {
 /** The first words of a message, without the marks of Markdown. */
 function beginning(text) {
   const lines = text.split("\n").map((line) => line.replace(/^\s*(```\S*|[#>*+-]+(?=\s))/, "").trim());
-  return (lines.find(Boolean) ?? "(empty)").slice(0, 80);
+  return (lines.find(Boolean) ?? "(empty)").slice(0, 200);
+}
+
+/** Texts that begin with the same words, each from the word at which they part; as they are where that is a short way. */
+function parting(texts) {
+  const each = texts.map((text) => text.split(" "));
+  let same = 0;
+  while (each.every((words) => words.length > same + 1 && words[same] === each[0][same])) same++;
+  return texts.length > 1 && same > 2 ? each.map((words) => `… ${words.slice(same).join(" ")}`) : texts;
 }
 
 export async function statePanel(conversation, go) {
