@@ -187,7 +187,7 @@ def known(path: str | None, tokens: int) -> list[Result]:
 
 
 def quality(options: argparse.Namespace) -> None:
-    model = lmstate.load(options.model)
+    model = lmstate.load(options.model, activations=16)
     ids = model.tokenizer.encode(text())[: options.tokens]
     results = known(options.json, len(ids))
     runs: dict[str, Callable[[], Result]] = {
@@ -230,7 +230,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.speed:
-        longcontext_speed.run(lmstate.load(options.model), options.only)
+        longcontext_speed.run(lmstate.load(options.model, activations=16), options.only)
     else:
         quality(options)
 
