@@ -151,7 +151,8 @@ class Network:
 
         Eagerly, unless `state`, whose layers these are, keeps the plan. keep: see `Run`.
         """
-        if state is not None and (x := self.graphs.run(tokens, step, layers, keep)) is not None:
+        graphed = state is not None and not torch.compiler.is_compiling()
+        if graphed and (x := self.graphs.run(tokens, step, layers, keep)) is not None:
             return x
         reads = len(layers) > len(self.blocks)  # heads read the whole stream
         tapped: list[Tensor] = []
