@@ -36,12 +36,14 @@ def convert(name: str | os.PathLike[str], folder: Path, weights: str, progress: 
     `ModelError` for a folder that is not empty and for a checkpoint that does not load, `OSError` where it cannot be
     written; the folder is then as it was.
     """
+    folder = folder.resolve()
     refuse_used(folder)
     source = open_cached(resolve(name), cache_dir())
     loader = WeightLoader(source, weights, progress=progress)
     build(loader)  # what does not load is not converted; and matrices that are used together are stored alike
     writer = _Conversion(file_source(source), weights, loader.stacks, progress)
-    beside = folder.absolute().parent / f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}.part"
+    del loader  # and the matrices that it made
+    beside = folder.parent / f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}.part"
     try:
         writer.save(beside)
         card = _card(str(name), weights)
@@ -58,6 +60,10 @@ def refuse_used(folder: Path) -> None:
     """Raise `ModelError` for a file, and for a folder that holds anything."""
     if folder.exists() and not folder.is_dir():
         raise ModelError(f"{folder} is a file: name a folder that is empty or not there")
+    if folder.is_mount():
+        raise ModelError(
+            f"{folder} is a mount point, which cannot be replaced when all is written: name a folder in it"
+        )
     if folder.is_dir() and any(folder.iterdir()):
         raise ModelError(f"{folder} is not empty: name a folder that is empty or not there")
 
@@ -118,7 +124,7 @@ class _Conversion:
         given = self._source.config.get("quantization_config")
         if self._packed:
             config |= dict.fromkeys(mlx.SECTIONS, mlx.section(self._packed))
-        elif isinstance(given, dict) and given.get("quant_method") == MXFP4:
+        if isinstance(given, dict) and given.get("quant_method") == MXFP4:  # of the experts, which stay as they are
             config["quantization_config"] = given
         bits = min(map(self._source.activation_bits, self._source.names()), default=16)
         made = converted.ConvertedCheckpoint(self._weights, bits, frozenset(self._rounded if bits == 8 else ()))

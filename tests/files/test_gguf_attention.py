@@ -198,19 +198,25 @@ def with_blocks(theirs: Any) -> dict[str, Tensor]:
     return out
 
 
-@pytest.mark.parametrize("kind", ["float32", "auto"])
-def test_gpt_oss_from_mxfp4_checkpoint(tmp_path: Path, kind: str) -> None:
+def save_mxfp4(folder: Path) -> Any:
+    """Write a gpt-oss checkpoint as it is published; returns transformers' model of it."""
     import json
 
     from safetensors.torch import save_file
 
     theirs, _ = gpt_oss()
     tensors = with_blocks(theirs)
-    theirs.config.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+    theirs.config.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return theirs
+
+
+@pytest.mark.parametrize("kind", ["float32", "auto"])
+def test_gpt_oss_from_mxfp4_checkpoint(tmp_path: Path, kind: str) -> None:
+    theirs = save_mxfp4(tmp_path)
     ours = build(WeightLoader(open_source(tmp_path), kind))
     expert = ours.blocks[0].mlp.experts[1]  # type: ignore[union-attr]
     exact = theirs.model.layers[0].mlp.experts.down_proj[1].T

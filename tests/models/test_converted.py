@@ -15,6 +15,7 @@ from lmstate.checkpoints.source import GroupedQuant
 from lmstate.cli.options import DEFAULT_MODEL
 from lmstate.converting import convert
 from lmstate.ops.weights.grouped import rounded
+from tests.files.test_gguf_attention import save_mxfp4
 from tests.training.small import saved, theirs
 from tests.zoo import text
 
@@ -51,6 +52,16 @@ def test_a_gguf_becomes_a_folder_with_its_bits_tokens_and_template(kind: str, tm
     assert "base_model: HuggingFaceTB/SmolLM2-135M-Instruct" in (tmp_path / "out" / "README.md").read_text()
     again = convert(tmp_path / "out", tmp_path / "again", kind, progress=False)
     assert again == nbytes and lmstate.load(tmp_path / "again").fingerprint == source.fingerprint
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "bfloat16"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_experts_in_mxfp4_become_a_folder_that_loads(kind: str, tmp_path: Path) -> None:
+    (source := tmp_path / "source").mkdir()
+    save_mxfp4(source)
+    convert(source, tmp_path / "out", kind, progress=False)
+    made, whole = lmstate.load(tmp_path / "out"), lmstate.load(source, weights=kind)
+    assert made.fingerprint == whole.fingerprint
 
 
 def test_a_large_checkpoint_is_written_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

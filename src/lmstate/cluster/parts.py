@@ -40,11 +40,16 @@ class Uploads:
             if self._folder is None:
                 self._folder = TemporaryDirectory(prefix="lmstate-upload-")
             path = self._open.pop(part.id, None) or Path(self._folder.name, uuid4().hex)
-            with path.open("ab") as file:
-                if file.tell() != part.start:
-                    path.unlink()
-                    raise ValueError(f"a part of an upload begins at {part.start}; {file.tell()} bytes came before it")
-                file.write(part.data)
+            try:
+                with path.open("ab") as file:
+                    if file.tell() != part.start:
+                        raise ValueError(
+                            f"a part of an upload begins at {part.start}; {file.tell()} bytes came before it"
+                        )
+                    file.write(part.data)
+            except BaseException:  # a full disk, say: what came before is no use, and takes its place
+                path.unlink(missing_ok=True)
+                raise
             self._open[part.id] = path
             while len(self._open) > MOST_OPEN:
                 self._open.popitem(last=False)[1].unlink()

@@ -288,7 +288,7 @@ class Keeper:
             del live.running[answer.id]
             raise
         conversation.title, conversation.updated = title or conversation.title, updated
-        conversation.nodes |= {node.id: node for node in changed}
+        conversation.nodes = {**conversation.nodes, **{node.id: node for node in changed}}  # threads may go through it
         live.touch(*changed)
         task = asyncio.get_running_loop().create_task(self._write(live, answer, request, media))
         live.tasks.add(task)

@@ -216,17 +216,18 @@ async function send() {
   if ((!said.trim() && !shown.length) || runningAnswers().length || byId("send").disabled) return;
   byId("send").disabled = true;
   const fresh = !conversation;
+  let mine = conversation; // another one may be shown when the server has answered
   const done = await tried(async () => {
-    if (fresh) await begin();
-    const { root, leaf, other } = conversation;
+    if (fresh) { await begin(); mine = conversation; }
+    const { root, leaf, other } = mine;
     const message = { text: said, pictures: await attached.sent(root) };
     const sent = [post(`${root}/say`, { parent: parentOf(leaf), ...message })];
     if (other) sent.push(post(`${root}/say`, { parent: parentOf(other), ...message }));
     const [first, second] = await Promise.all(sent);
-    if (second) conversation.go(second.answer, "other");
-    conversation.go(first.answer);
+    if (second) mine.go(second.answer, "other");
+    mine.go(first.answer);
   });
-  if (!done && fresh && conversation) await leaveEmpty();
+  if (!done && fresh && mine && mine === conversation) await leaveEmpty();
   if (done) attached.clear(shown);
   if (done && text.value === said) { text.value = ""; keepDraft(); fit(); }
   draw();
@@ -256,7 +257,7 @@ async function leaveEmpty() {
 async function addFiles(files) {
   problem("");
   for (const file of files) {
-    if (!file.type.startsWith("image/")) await tried(async () => { text.value += await quoted(file, text.value); });
+    if (!file.type.startsWith("image/")) await tried(async () => { const part = await quoted(file, text.value); text.value += part; });
     else if (about?.pictures) attached.add([file]);
     else problem("This model reads text only: it takes no pictures.");
   }
