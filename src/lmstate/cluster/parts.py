@@ -47,7 +47,7 @@ class Uploads:
                             f"a part of an upload begins at {part.start}; {file.tell()} bytes came before it"
                         )
                     file.write(part.data)
-            except BaseException:  # a full disk, say: what came before is no use, and takes its place
+            except BaseException:  # such as a full disk: the parts before cannot be used any more
                 path.unlink(missing_ok=True)
                 raise
             self._open[part.id] = path
