@@ -66,7 +66,8 @@ class StepBuffers:
                 if table is not self._written[turn][i]:
                     self._written[turn][i] = None  # until it is whole
                     room[i].fill(0)
-                    room[i, :r, : table.shape[1]] = table
+                    own = table[:, :entries]  # a row may hold blocks behind the step, of a draft that was refused
+                    room[i, :r, : own.shape[1]] = own
                     self._written[turn][i] = table
             self._held = list(tables)
         self._mirror[:size].copy_(self._hosts[turn][:size], non_blocking=True)
