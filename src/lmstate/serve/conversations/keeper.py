@@ -115,10 +115,18 @@ class Keeper:
             except STORE_ERRORS as error:
                 log.info("the conversation %s is as it was known: %s", live.conversation.id, error)
 
-    async def delete(self, live: Live) -> None:
+    async def delete(self, live: Live, only_empty: bool = False) -> None:
+        """Raises `ApiError` for a conversation with messages if only an empty one is to go."""
         id = live.conversation.id
+
+        def refuse_messages() -> None:
+            if only_empty and (live.conversation.nodes or live.running):
+                raise ApiError("the conversation has messages", 409)
+
+        refuse_messages()
         await asyncio.to_thread(self._close_sessions, id)
         async with live.saving:
+            refuse_messages()  # one may have come meanwhile
             await asyncio.to_thread(self.store.delete, id)
             self._forget(live)
         await asyncio.gather(*live.tasks, return_exceptions=True)

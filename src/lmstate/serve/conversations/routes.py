@@ -88,9 +88,7 @@ async def change(service: Service, request: Request, body: PageConversation) -> 
 async def delete(service: Service, request: Request) -> ASGIApp:
     """`empty=1`: only if it has no message."""
     live = await opened(request)
-    if request.query_params.get("empty") == "1" and live.conversation.nodes:
-        raise ApiError("the conversation has messages", 409)
-    await keeper(request).delete(live)
+    await keeper(request).delete(live, only_empty=request.query_params.get("empty") == "1")
     return json_response({"deleted": True})
 
 
@@ -298,8 +296,12 @@ async def upload(service: Service, request: Request) -> ASGIApp:
     title = " ".join(nodes[0].text.split())[:60] if nodes else ""
     live = await kept.create(title, {"system": system} if system else {}, nodes, pictures)
     if nodes and nodes[-1].role == "assistant":
-        end = await asyncio.to_thread(kept.branches.prompt, live.conversation, nodes[-1])
-        await kept.hold(live.conversation, nodes[-1], end.media)
+        try:
+            end = await asyncio.to_thread(kept.branches.prompt, live.conversation, nodes[-1])
+            await kept.hold(live.conversation, nodes[-1], end.media)
+        except BaseException:  # too large, or the pictures are not those of the messages
+            await kept.delete(live)
+            raise
     return json_response({"id": live.conversation.id}, 201)
 
 
