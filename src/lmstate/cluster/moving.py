@@ -153,7 +153,9 @@ class MovingRequest(Request):
             self._stranded = None
         except NoReplica as error:  # one that replaces the last one may come
             self._stranded = self._stranded or monotonic()
-            if self._refusal is not None or monotonic() - self._stranded >= self._patience:
+            late = self._work.deadline is not None and monotonic() - self._began >= self._work.deadline
+            waited = monotonic() - self._stranded >= self._patience
+            if self._refusal is not None or self.cancelled or late or waited:
                 with self._lock:
                     self._finish(self._refusal or error)
             else:
