@@ -159,7 +159,7 @@ class StepGraphs:
             graph = StepGraph(self._network, key, leaves)
             graph.fill(tokens, step, leaves, scans)
             graph.record()
-        except RuntimeError as error:
+        except Exception as error:  # Triton has errors of its own; nothing is committed yet
             log.warning("steps of %d rows run eagerly: %s", key.rows, str(error).partition("\n")[0])
             self._made[key] = None
             return None
