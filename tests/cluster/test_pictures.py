@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import lmstate
+import lmstate.serve
 from lmstate.cluster import Cluster, pictures
 from lmstate.cluster.front import Front
 from lmstate.cluster.moving import MovingRequest
