@@ -105,6 +105,24 @@ def test_a_graph_reads_the_blocks_that_a_row_gets_later(
         assert torch.equal(*found)
 
 
+def test_a_graph_has_no_room_for_blocks_that_a_refused_draft_left(
+    gpu: GraphDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("lmstate.models.graphs.FEWEST_ENTRIES", 1)
+    model, found = model_of("llama", tmp_path), []
+    with torch.no_grad():
+        for replays in (True, False):
+            monkeypatch.setattr("lmstate.models.graphs.fuses", lambda replays=replays: replays)
+            state = model.new_state()
+            model([IDS[:62]], state, logits="none")
+            model([[1, 2, 3, 4]], state, commit=False)  # two blocks
+            state.commit([1])
+            found.append(model([[5]], state))  # reads the first
+    assert len(gpu.recorded) == 2, "the draft and the step behind it"
+    with torch._C.DisableTorchFunction():
+        assert torch.equal(*found)
+
+
 def test_a_graph_serves_every_state_of_its_size(gpu: GraphDevice, tmp_path: Path) -> None:
     model = model_of("llama", tmp_path)
     with torch.no_grad():
