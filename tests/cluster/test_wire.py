@@ -241,6 +241,18 @@ def test_an_answer_waits_no_longer_than_it_is_told(monkeypatch: pytest.MonkeyPat
             answer.result(600)
 
 
+@pytest.mark.parametrize("deadline", [None, 1.0])
+def test_an_answer_that_waits_ends_when_it_is_cancelled_or_late(deadline: float | None) -> None:
+    with fleet(Engine(ours("llama"))) as (cluster, (channel,)):
+        channel.dies_after = 5
+        answer = cluster.front.submit(prompt(60, 2), **GIVEN, deadline=deadline)
+        wait_until(lambda: channel.dead and not cluster.front.replicas)
+        if deadline is None:
+            answer.cancel()
+        with pytest.raises(EngineClosed):
+            answer.result(30)  # and not when its patience ends
+
+
 def test_an_answer_that_waits_ends_with_its_front() -> None:
     with fleet(Engine(ours("llama"))) as (cluster, (channel,)):
         channel.dies_after = 5

@@ -19,11 +19,13 @@ from lmstate.engine import Engine
 from lmstate.engine.tiers.sqlite_records import SqliteRecords
 from lmstate.serve import Settings
 from lmstate.serve.conversations import keeper, markdown
+from lmstate.serve.conversations.branch_prompts import BranchPrompts
 from lmstate.serve.conversations.live import Live
 from lmstate.serve.conversations.markdown import GrowingMarkdown, render, render_blocks
 from lmstate.serve.conversations.routes import changes
 from lmstate.serve.conversations.store import ConversationStore
 from lmstate.serve.conversations.tree import Conversation, MessageNode
+from lmstate.serve.wire.errors import ApiError
 from lmstate.serve.wire.owned_records import OwnedRecords
 from tests.serve.running import Running, load_tiny, running, standing_still
 from tests.waiting import wait_until
@@ -306,6 +308,36 @@ def test_only_an_empty_conversation_is_deleted_as_empty(client: httpx.Client) ->
     assert client.delete(f"{ROOT}/{first}", params={"empty": 1}).status_code == 409
     assert client.delete(f"{ROOT}/{second}", params={"empty": 1}).status_code == 200
     assert [one["id"] for one in client.get(ROOT).json()["data"]] == [first]
+
+
+def test_a_message_that_comes_while_an_empty_conversation_is_deleted_stays(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    id, close = create(client), keeper.Keeper._close_sessions
+
+    def slowly(self: keeper.Keeper, conversation: str) -> None:
+        monkeypatch.setattr(keeper.Keeper, "_close_sessions", close)
+        say(client, id, "Hello")
+        close(self, conversation)
+
+    monkeypatch.setattr(keeper.Keeper, "_close_sessions", slowly)
+    assert client.delete(f"{ROOT}/{id}", params={"empty": 1}).status_code == 409
+    assert look(client, id)["nodes"][0]["text"] == "Hello"
+
+
+def test_a_file_that_is_refused_late_leaves_no_conversation(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    id = create(client)
+    last = say(client, id, "one")
+    file = client.get(f"{ROOT}/{id}/{last['id']}/session").content
+
+    def refuse(*_: object) -> None:
+        raise ApiError("too large", 413)
+
+    monkeypatch.setattr(BranchPrompts, "prompt", refuse)
+    assert client.post("/page/upload", content=file).status_code == 413
+    assert [one["id"] for one in client.get(ROOT).json()["data"]] == [id]
 
 
 def test_a_branch_as_a_file_is_the_branch_elsewhere(client: httpx.Client) -> None:
