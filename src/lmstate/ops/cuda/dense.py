@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,17 @@ def can_multiply(weight: Weight) -> bool:
     return weight.kind in FLOAT_KINDS or weight.kind in PACKED
 
 
+def _constants(weight: Weight, rows: int) -> dict[str, Any]:
+    """Constants of the kernels of products, and of their launch."""
+    packed = weight.kind in PACKED
+    dtype = torch.bfloat16 if packed else FLOAT_KINDS[weight.kind]
+    lines, warps, stages = configs.product(rows)
+    return {
+        "KIND": weight.kind if packed else "float", "ELEMENT": elements()[dtype], "ROWS": lines, "OUTPUTS": OUTPUTS,
+        "STEP": STEP, "PRECISION": "ieee" if dtype == torch.float32 else "tf32", "warps": warps, "stages": stages,
+    }  # fmt: skip
+
+
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, residual: Residual | None) -> Tensor:
     """`x @ weight.T + bias`, added to the residual's stream; float32 `[..., N]`.
 
@@ -37,17 +50,13 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, residual: Residual | 
     out = torch.empty(*x.shape[:-1], weight.out_features, dtype=torch.float32, device=x.device)
     if not rows:
         return out
-    packed = weight.kind in PACKED
-    dtype = torch.bfloat16 if packed else FLOAT_KINDS[weight.kind]
-    lines, warps, stages = configs.product(rows)
+    chosen = _constants(weight, rows)
     launch(
-        kernels.product, (-(-weight.out_features // OUTPUTS), -(-rows // lines)),
+        kernels.product, (-(-weight.out_features // OUTPUTS), -(-rows // chosen["ROWS"])),
         x.contiguous(), weight.storage, out if bias is None else bias,
         out if residual is None else residual.stream.contiguous(), out, rows, weight.out_features, weight.in_features,
         weight.in_features // 32, 1.0 if residual is None else residual.scale,
-        KIND=weight.kind if packed else "float", HAS_BIAS=bias is not None, HAS_STREAM=residual is not None,
-        ELEMENT=elements()[dtype], ROWS=lines, OUTPUTS=OUTPUTS, STEP=STEP,
-        PRECISION="ieee" if dtype == torch.float32 else "tf32", warps=warps, stages=stages,
+        HAS_BIAS=bias is not None, HAS_STREAM=residual is not None, **chosen,
     )  # fmt: skip
     return out
 
@@ -60,14 +69,11 @@ def linear_glu(x: Tensor, weight: Weight, bias: Tensor | None, act: str) -> Tens
     out = torch.empty(*x.shape[:-1], outputs, dtype=torch.float32, device=x.device)
     if not rows:
         return out
-    packed = weight.kind in PACKED
-    dtype = torch.bfloat16 if packed else FLOAT_KINDS[weight.kind]
-    lines, warps, stages = configs.product(rows)
+    chosen = _constants(weight, rows)
     launch(
-        kernels.product_glu, (-(-outputs // OUTPUTS), -(-rows // lines)), x.contiguous(), weight.storage,
+        kernels.product_glu, (-(-outputs // OUTPUTS), -(-rows // chosen["ROWS"])), x.contiguous(), weight.storage,
         out if bias is None else bias, out, rows, outputs, weight.in_features, weight.in_features // 32, ACT=act,
-        KIND=weight.kind if packed else "float", HAS_BIAS=bias is not None, ELEMENT=elements()[dtype], ROWS=lines,
-        OUTPUTS=OUTPUTS, STEP=STEP, PRECISION="ieee" if dtype == torch.float32 else "tf32", warps=warps, stages=stages,
+        HAS_BIAS=bias is not None, **chosen,
     )  # fmt: skip
     return out
 
