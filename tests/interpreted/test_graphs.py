@@ -123,6 +123,17 @@ def test_a_graph_has_no_room_for_blocks_that_a_refused_draft_left(
         assert torch.equal(*found)
 
 
+def test_a_state_that_gradients_follow_runs_eagerly(gpu: GraphDevice, tmp_path: Path) -> None:
+    model = model_of("mamba2", tmp_path)
+    state = model.new_state()
+    model([[1]], state)
+    assert len(gpu.recorded) == 1
+    with torch._C.DisableTorchFunction():
+        state.layers[0].carry[0].requires_grad_(True)  # type: ignore[attr-defined]
+    logits = model([[2]], state)
+    assert logits is not None and logits.requires_grad
+
+
 def test_a_graph_serves_every_state_of_its_size(gpu: GraphDevice, tmp_path: Path) -> None:
     model = model_of("llama", tmp_path)
     with torch.no_grad():

@@ -114,6 +114,8 @@ class StepGraphs:
         scans = [leaf.single_scan_carry(step) for leaf in leaves if isinstance(leaf, RecurrentState)]
         if any(carry is None for carry in scans):  # a checkpoint lies inside the step
             return None
+        if torch.is_grad_enabled() and _is_tracked(leaves, cast(Scans, scans)):
+            return None
         with self._lock:
             held = self._held
             if held is None or not self._is_valid(held):
@@ -169,6 +171,14 @@ class StepGraphs:
 
 Scans: TypeAlias = list[tuple[Tensor, ...]]
 """The carries that the recurrent layers of a step scan from."""
+
+
+def _is_tracked(leaves: Sequence[LayerState], scans: Scans) -> bool:
+    """Whether gradients follow what layers remember."""
+    stores = [leaf for leaf in leaves if isinstance(leaf, SlotState)]
+    return any(part.requires_grad for carry in scans for part in carry) or any(
+        leaf.stored(name).requires_grad() for leaf in stores for name in leaf.buffers
+    )
 
 
 class StepGraph:
