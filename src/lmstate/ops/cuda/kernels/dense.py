@@ -21,7 +21,7 @@ def _inputs(x, row, k, valid, inside, K, ELEMENT: tl.constexpr):
 def _matrix(weight, n, k, mask, inputs, groups, KIND: tl.constexpr, ELEMENT: tl.constexpr):
     """A tile [inputs, outputs] of a weight in ELEMENT, zero outside of the mask."""
     if KIND == "float":
-        w = tl.load(weight + n[None, :] * inputs + k[:, None], mask=mask, other=0.0)
+        w = tl.load(weight + n[None, :].to(tl.int64) * inputs + k[:, None], mask=mask, other=0.0)
     else:
         size: tl.constexpr = 320 if KIND == "int4" else 544
         quants: tl.constexpr = 256 if KIND == "int4" else 512
@@ -71,7 +71,7 @@ def product(
     [outputs, inputs] of ELEMENT; `int4` and `int8`, the packing of `ops.weights.grouped`, [outputs / 16, groups, 320
     or 544] bytes, whose numbers are rounded to ELEMENT before they are multiplied.
     """
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     valid = row < rows
     real = n < outputs
@@ -95,7 +95,7 @@ def product_glu(
 
     As `product`, of a weight with 2 * outputs; out: float32 [rows, outputs].
     """
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     valid = row < rows
     real = n < outputs
