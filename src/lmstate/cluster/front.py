@@ -41,7 +41,7 @@ class Front:
     replicas  of one namespace: the same weights, data type and KV policy, and one shared store if there are sessions
     model     for its tokenizer and its limits; nothing is computed with it
     costs     seconds of reading and fetching, by which replicas are chosen
-    patience  seconds that an answer waits for a replica to go on at, if there is none
+    patience  seconds that an answer waits for a new replica when no other is left
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from lmstate.generation.thinking import ThinkingFormat
 
 LOG = logging.getLogger(__name__)
 MOST_MOVES = 2
-LOOK = 0.25  # seconds between two looks for a replica, while there is none
+LOOK = 0.25  # seconds between two looks for a new replica
 LEAST_SECONDS = 1e-3  # of a deadline that is left to a request that moves
 
 Send = Callable[[Work, list[list[int]], Listener, list[str]], Errand]
