@@ -123,11 +123,19 @@ def test_a_graph_has_no_room_for_blocks_that_a_refused_draft_left(
         assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("case", ["llama", "mamba2"])
+def test_a_state_that_no_gradients_follow_runs_in_a_graph_where_they_are_kept(
+    case: str, gpu: GraphDevice, tmp_path: Path
+) -> None:
+    model = model_of(case, tmp_path)
+    model([[1]], model.new_state())
+    assert torch.is_grad_enabled() and len(gpu.recorded) == 1
+
+
 def test_a_state_that_gradients_follow_runs_eagerly(gpu: GraphDevice, tmp_path: Path) -> None:
     model = model_of("mamba2", tmp_path)
     state = model.new_state()
     model([[1]], state)
-    assert len(gpu.recorded) == 1
     with torch._C.DisableTorchFunction():
         state.layers[0].carry[0].requires_grad_(True)  # type: ignore[attr-defined]
     logits = model([[2]], state)

@@ -177,7 +177,7 @@ def _is_tracked(leaves: Sequence[LayerState], scans: Scans) -> bool:
     """Whether gradients follow what layers remember."""
     stores = [leaf for leaf in leaves if isinstance(leaf, SlotState)]
     return any(part.requires_grad for carry in scans for part in carry) or any(
-        leaf.stored(name).requires_grad() for leaf in stores for name in leaf.buffers
+        leaf.stored(name).requires_grad for leaf in stores for name in leaf.buffers
     )
 
 
