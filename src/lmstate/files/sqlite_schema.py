@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
+from time import monotonic, sleep
 
 
 def check_schema(connection: sqlite3.Connection, tables: Iterable[str]) -> None:
@@ -17,6 +18,23 @@ def check_schema(connection: sqlite3.Connection, tables: Iterable[str]) -> None:
     for sql in found:
         if sql not in known:
             raise sqlite3.DatabaseError("it has other tables, or views or triggers, which could compute anything")
+
+
+def use_wal(connection: sqlite3.Connection, seconds: float) -> None:
+    """Switch a database to a write-ahead log. Raises `sqlite3.Error`.
+
+    SQLite's own time limit does not hold for this switch: it fails at once while another connection opens the same new
+    file. So it is tried again for so many seconds.
+    """
+    end = monotonic() + seconds
+    while True:
+        try:
+            connection.execute("pragma journal_mode=wal")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or monotonic() >= end:
+                raise
+            sleep(0.01)
 
 
 def unusable(file: Path, error: sqlite3.Error, what: str) -> OSError:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import SnapshotError, UnsupportedError
-from lmstate.files.sqlite_schema import check_schema, unusable
+from lmstate.files.sqlite_schema import check_schema, unusable, use_wal
 from lmstate.state.blocks import CapturedBlocks, Parts
 from lmstate.state.layer_file import by_layer, read_layers, write_layers
 from lmstate.state.media import read_spans, span_record, span_tensors
@@ -36,6 +36,7 @@ PART_TOKENS = 256
 """Positions of a part: prefixes are shared in whole parts."""
 MOST_MANIFEST = 2**28  # characters of a manifest: a hostile index must not fill the memory
 TABLE = "snapshots (name text primary key, manifest text not null, nbytes integer not null)"
+LOCK_SECONDS = 30.0  # that a transaction waits for others
 DIGEST = re.compile("[0-9a-f]{64}")
 
 
@@ -246,12 +247,12 @@ class _Closing:
 
     def __enter__(self) -> sqlite3.Connection:
         try:
-            self._connection = sqlite3.connect(self._path, timeout=30.0)
+            self._connection = sqlite3.connect(self._path, timeout=LOCK_SECONDS)
         except sqlite3.Error as error:
             raise unusable(self._path, error, "index of snapshots") from error
         try:
             check_schema(self._connection, [TABLE])
-            self._connection.execute("pragma journal_mode=wal")
+            use_wal(self._connection, LOCK_SECONDS)
         except sqlite3.Error as error:
             self._connection.close()
             raise unusable(self._path, error, "index of snapshots") from error

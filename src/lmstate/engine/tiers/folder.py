@@ -37,7 +37,7 @@ from lmstate.errors import ModelError, SnapshotError
 from lmstate.files.atomic import STALE_SECONDS, atomic_write, remove_stale_parts
 from lmstate.files.mmap_file import open_regular
 from lmstate.files.private import FILE_MODE, private_file, private_folder
-from lmstate.files.sqlite_schema import check_schema, unusable
+from lmstate.files.sqlite_schema import check_schema, unusable, use_wal
 
 LOG = logging.getLogger(__name__)
 MOST_NEW = 256  # entries of other processes that are taken at a time
@@ -110,7 +110,8 @@ class FolderTier(Tier):
             connection = sqlite3.connect(file, check_same_thread=False, timeout=LOCK_SECONDS)
             check_schema(connection, (*TABLES, OLD_SESSIONS))
             made = "".join(f"create table if not exists {table};" for table in TABLES)
-            connection.executescript("pragma journal_mode=wal; pragma synchronous=normal;" + made)
+            use_wal(connection, LOCK_SECONDS)
+            connection.executescript("pragma synchronous=normal;" + made)
         except sqlite3.Error as error:
             raise unusable(file, error, "index of prefixes") from error
         return connection

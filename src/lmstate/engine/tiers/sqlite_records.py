@@ -17,7 +17,7 @@ from lmstate.engine.tiers.seal import seal
 from lmstate.errors import SnapshotError
 from lmstate.files.atomic import atomic_write
 from lmstate.files.private import FILE_MODE, private_file, private_folder
-from lmstate.files.sqlite_schema import check_schema, unusable
+from lmstate.files.sqlite_schema import check_schema, unusable, use_wal
 
 LOCK_SECONDS = 10.0  # that a statement waits for another process
 DELETED_SECONDS = 7 * 24 * 3600  # for which the generation of a deleted record is kept
@@ -41,9 +41,8 @@ class SqliteRecords:
             self._connection = sqlite3.connect(where, check_same_thread=False, timeout=LOCK_SECONDS)
             check_schema(self._connection, (TABLE,))
             self._connection.text_factory = lambda text: text.decode(errors="replace")  # a hostile name ends no list
-            self._connection.executescript(
-                f"pragma journal_mode=wal; pragma synchronous=full; create table if not exists {TABLE};"
-            )
+            use_wal(self._connection, LOCK_SECONDS)
+            self._connection.executescript(f"pragma synchronous=full; create table if not exists {TABLE};")
         except sqlite3.Error as error:
             raise unusable(where, error, "file of records") from error
 
