@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,7 +34,11 @@ ROUTERS = {
         GATE, 2, "sigmoid", normalize=True, scale=2.5, e_score_correction_bias=torch.linspace(-1, 1, EXPERTS)
     ),
     "groups": Router(GATE, 3, "sigmoid", groups=4, topk_groups=2, group_score="top2"),
-}
+    "zeros": Router(
+        GATE, 3, "sigmoid", e_score_correction_bias=torch.linspace(-0.8, 0.2, EXPERTS), groups=4, topk_groups=2,
+        group_score="top2", left_out=0.0,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ROUTERS)
@@ -81,6 +86,14 @@ def test_only_experts_of_the_kept_groups_are_chosen() -> None:
     assert max(len(set(row)) for row in groups.tolist()) == 2
     _, free = Router(GATE, 3, "sigmoid")(x)
     assert max(len(set(row)) for row in (free // 2).tolist()) == 3, "groups would have made no difference"
+
+
+def test_an_expert_that_is_left_out_by_a_zero_comes_before_a_negative_score() -> None:
+    router = replace(ROUTERS["zeros"], e_score_correction_bias=torch.full((EXPERTS,), -2.0))
+    within = replace(router, left_out=float("-inf"))
+    for token in tokens(20):
+        best, others = (set(each(token[None])[1][0].tolist()) for each in (within, router))
+        assert {index // 2 for index in best}.isdisjoint(index // 2 for index in others)
 
 
 @pytest.mark.parametrize(

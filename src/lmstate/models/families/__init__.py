@@ -25,6 +25,7 @@ FAMILIES = {
     "arcee": "llama",
     "aria_text": "aria",
     "axk1": "deepseek",
+    "axk2": "axk2",
     "bailing_hybrid": "bailing_hybrid",
     "bamba": "bamba",
     "bart": "bart",

@@ -175,10 +175,12 @@ def latent_attention(
     rope_dim: int,
     scale: float,
     head_gate: str | None = None,
+    value_gate: bool = False,
 ) -> MultiHeadLatentAttention:
     """Latent attention under DeepSeek's names: `q_proj`, or `q_a_proj` and `q_b_proj`; `kv_a_proj_with_mqa`, ...
 
-    `head_gate`: the name of a projection that gives one number a head, without a bias.
+    `head_gate`: the name of a projection that gives one number a head, without a bias. `value_gate`: the query's
+    projection gives the gates of each head as well, see the layer.
     """
     config = w.config
     latent = config.int("kv_lora_rank", low=1, high=b.MAX_SIZE)
@@ -203,6 +205,11 @@ def latent_attention(
         query_bias = w.tensor(f"{prefix}.{first}.bias", (width,), optional=True)
         query_bias = down_bias.new_zeros(width) if query_bias is None else query_bias
         down_bias = torch.cat([query_bias, down_bias, down_bias.new_zeros(sum(heights[2:]))])
+    q_up = None
+    if query_latent is not None:
+        size = (query + shape.heads * value, 2 * query_latent) if value_gate else (query, query_latent)
+        name = b.first_present(w, f"{prefix}.q_b_proj.weight", f"{prefix}.q_gate_proj.weight")
+        q_up = w.linear(name, shape=size)
     return MultiHeadLatentAttention(
         w.linear(*(f"{prefix}.{name}.weight" for name in names), shape=(heights, shape.hidden)),
         key_up.to(w.dtype).contiguous(),
@@ -213,10 +220,11 @@ def latent_attention(
         scale,
         rope,
         None if query_latent is None else b.norm(w, f"{prefix}.q_a_layernorm.weight", query_latent, LATENT_EPS),
-        None if query_latent is None else w.linear(f"{prefix}.q_b_proj.weight", shape=(query, query_latent)),
+        q_up,
         down_bias,
         b.biases(w, f"{prefix}.o_proj.bias"),
         head_gate is not None,
+        value_gate,
     )
 
 

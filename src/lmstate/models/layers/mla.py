@@ -35,8 +35,10 @@ class MultiHeadLatentAttention:
     Few new tokens attend to the latents: `key_up` goes into the query and `value_up` into the output, and nothing is
     expanded. Many new tokens cost less with keys and values expanded for the length of the call; which is cheaper is
     counted, see `_expands`. `rope` None: the layer knows no positions, and r is a key like others. `head_gate`: the
-    last H rows of `down` give a number a head, whose sigmoid multiplies what the head has seen (Ling 3.0). `index`: it
-    chooses the positions that are attended to, or an earlier layer has (DeepSeek V3.2).
+    last H rows of `down` give a number a head, whose sigmoid multiplies what the head has seen (Ling 3.0).
+    `value_gate`: `q_up` reads the query's latent twice, normed and as it is, and behind each head's query it gives the
+    gates of what the head has seen (A.X-K2). `index`: it chooses the positions that are attended to, or an earlier
+    layer has (DeepSeek V3.2).
     """
 
     down: Weight  # [Q + Lat + Dr, E]: query (or its latent), latent, rope key, gate if `head_gate`
@@ -48,10 +50,11 @@ class MultiHeadLatentAttention:
     scale: float
     rope: Rope | None = None
     q_norm: Norm | None = None
-    q_up: Weight | None = None  # [H * (Dn + Dr), Q]; None: `down` gives the query itself
+    q_up: Weight | None = None  # [H * (Dn + Dr), Q], or [H * (Dn + Dr + Dv), 2 * Q]; None: `down` gives the query
     down_bias: Tensor | None = None
     out_bias: Tensor | None = None
     head_gate: bool = False
+    value_gate: bool = False
     temperature: Temperature | None = None
     index: PositionIndex | EarlierChoice | None = None
 
@@ -84,6 +87,7 @@ class MultiHeadLatentAttention:
         gates = heads if self.head_gate else 0
         query_width = projected.shape[-1] - latent_dim - self.rope_dim - gates
         q, latent, rope_key, gate = projected.split([query_width, latent_dim, self.rope_dim, gates], dim=-1)
+        raw = q
         if self.q_norm is not None:
             q = ops.norm(q, self.q_norm)
         chosen = None
@@ -91,8 +95,11 @@ class MultiHeadLatentAttention:
             assert isinstance(cache, LatentState)
             chosen = self.index.choose(x, q, step, cache, norm)
         if self.q_up is not None:
-            q = ops.linear(q, self.q_up)
+            q = ops.linear(torch.cat([q, raw], dim=-1) if self.value_gate else q, self.q_up)
         q = q.unflatten(-1, (heads, -1))  # [R, T, H, Dn + Dr]
+        if self.value_gate:
+            q, gates_of_values = q.split([nope + self.rope_dim, self.value_up.shape[2]], dim=-1)
+            gate = gates_of_values.flatten(-2)
         if self.temperature is not None:
             q = q * self.temperature.at(step)  # a number a token, which no rotation touches
         q_nope, q_rope = q.split([nope, self.rope_dim], dim=-1)  # [R, T, H, Dn], [R, T, H, Dr]
@@ -105,7 +112,7 @@ class MultiHeadLatentAttention:
             seen = self._expanded(q_nope, q_rope, cache, step)  # [R, T, H * Dv]
         else:
             seen = self._absorbed(q_nope, q_rope, cache, step, chosen)
-        if self.head_gate:
+        if self.head_gate or self.value_gate:
             seen = gated(seen.unflatten(-1, (heads, -1)), gate).flatten(-2)
         return ops.linear(seen, self.out, self.out_bias, residual=residual)
 

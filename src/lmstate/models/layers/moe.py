@@ -48,6 +48,7 @@ class Router:
     group_score: Literal["top1", "top2"] = "top1"
     floor: float = 1e-20  # added to the sum that weights are divided by
     expert_scale: Tensor | None = None  # float32 [N], multiplies an expert's weight last
+    left_out: float = float("-inf")  # the score of an expert outside the best groups
 
     def __post_init__(self) -> None:
         experts, least = self.weight.out_features, 2 if self.groups > 1 and self.group_score == "top2" else 1
@@ -61,7 +62,7 @@ class Router:
 
     @property
     def params(self) -> ops.RouterParams:
-        """The choice as the native bodies are told it; they know no `expert_scale`."""
+        """The choice as the native bodies are told it; they know neither `expert_scale` nor `left_out`."""
         return ops.RouterParams(
             self.weight, self.top_k, self.scoring, self.normalize, self.scale, self.bias, self.e_score_correction_bias,
             self.groups, self.topk_groups, self.group_score, self.floor,
@@ -70,7 +71,7 @@ class Router:
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x float32 `[M, E]` -> (weights float32 `[M, top_k]`, expert numbers int64 `[M, top_k]`)."""
         logits = ops.linear(x, self.weight, self.bias)  # [M, N]
-        native = ops.choose_experts(logits, self.params)
+        native = ops.choose_experts(logits, self.params) if self.left_out == float("-inf") else None
         if native is not None:
             return native if self.expert_scale is None else (native[0] * self.expert_scale[native[1]], native[1])
         # In float64 and back: torch rounds a vector's last elements otherwise than its first ones, and a token's
@@ -89,12 +90,12 @@ class Router:
         return weights * self.scale if self.scale != 1.0 else weights, chosen
 
     def _of_best_groups(self, choice: Tensor) -> Tensor:
-        """`choice` `[M, N]` with minus infinity for the experts of the groups that are left out."""
+        """`choice` `[M, N]` with the score `left_out` for the experts of the groups that are left out."""
         grouped = choice.unflatten(-1, (self.groups, -1))  # [M, groups, N / groups]
         counted = 1 if self.group_score == "top1" else 2
         best = grouped.topk(counted, dim=-1).values.sum(-1).topk(self.topk_groups, dim=-1).indices
         left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
-        return grouped.masked_fill(left_out[..., None], float("-inf")).flatten(-2)
+        return grouped.masked_fill(left_out[..., None], self.left_out).flatten(-2)
 
 
 def _expert(expert: MLP) -> ops.Expert:
@@ -141,6 +142,8 @@ class MixtureOfExperts:
         if parallel or len(experts) < len(self.experts) or not (shared is None or _plain(shared)):
             return ()
         if not isinstance(self.router, Router) or self.router.expert_scale is not None:
+            return ()
+        if self.router.left_out != float("-inf"):
             return ()
         sublayer = ops.MoESublayer(
             self.router.params, tuple(_expert(expert) for expert in experts),
