@@ -54,7 +54,9 @@ CASES = {
     "glm_moe_dsa-shared": partial(
         _config, "GlmMoeDsaConfig", num_hidden_layers=4, indexer_types=["full", "shared", "full", "shared"], **_INDEXED
     ),
-    "axk2": partial(_config, "AXK2Config", n_group=None, topk_group=None, n_shared_experts=1, **_INDEXED),
+    "axk2": partial(
+        _config, "AXK2Config", n_group=None, topk_group=None, n_shared_experts=1, **{**_INDEXED, "index_n_heads": 16}
+    ),
     "axk2-groups": partial(
         _config, "AXK2Config", n_routed_experts=16, gated_norm_rank=5, attention_bias=True,
         **{**_INDEXED, "index_topk": 40}, rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
