@@ -1,4 +1,4 @@
-"""The Python of docs/engine.md and docs/generation.md, and the loop of docs/speculation.md, run as they are written."""
+"""The Python of docs/engine.md, storage-tiers.md and generation.md, and the loop of docs/speculation.md, run."""
 
 from __future__ import annotations
 
@@ -27,6 +27,19 @@ def test_the_page_of_the_engine_runs(
     exec(compile(block, "engine.md", "exec"), names)
     assert names["request"].result().texts[0] in capsys.readouterr().out
     assert any((tmp_path / "prefixes").iterdir())
+
+
+def test_the_stores_of_the_page_of_tiers_keep_prefixes() -> None:
+    smollm2()
+    names: dict[str, Any] = {}
+    shared, alone = blocks("storage-tiers.md")
+    exec(compile(shared, "storage-tiers.md", "exec"), names)
+    assert (names["reuse"].reused, names["reuse"].tier) == (9, "shared")
+    assert any("/entries/" in name for name in names["blobs"].blobs)
+    exec(compile(alone, "storage-tiers.md", "exec"), names)
+    assert (names["answer"].usage.reused, names["answer"].usage.reuse.tier) == (9, "shelf")
+    plain = names["model"].generate("Here is a text that is read once. And on.", max_new_tokens=8)
+    assert names["answer"].texts[0] == str(plain)
 
 
 def test_the_page_of_generation_runs(capsys: pytest.CaptureFixture[str]) -> None:

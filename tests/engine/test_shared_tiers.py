@@ -116,6 +116,20 @@ class Memory:
             return [name for name, (_, data) in self.records.items() if data and name.startswith(prefix)]
 
 
+def test_an_engine_takes_blobs_and_what_makes_a_tier() -> None:
+    model, ids, blobs = ours("llama"), prompt(50, 1), Memory()
+    with lmstate.Engine(model, store=blobs) as engine:
+        ask(engine, ids)
+        namespace = engine.namespace
+    with lmstate.Engine(model, store=lambda name: SharedTier(blobs, name)) as engine:
+        assert ask(engine, [*ids, 3]).usage.reused == len(ids) and namespace == engine.namespace
+    with lmstate.Engine(ours("mistral"), store=blobs) as engine:
+        assert ask(engine, [*ids, 3]).usage.reused == 0
+    for store in (lambda name: blobs, object(), 3, ""):
+        with pytest.raises(ValueError, match="store="):
+            lmstate.Engine(model, store=store)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_another_engine_writes_while_this_one_runs_is_found_at_a_miss(kind: str) -> None:
     model, blobs = ours(KINDS[kind]), Memory()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lmstate import SnapshotError
+from lmstate.state import snapshot_folder
 from lmstate.state.snapshot_folder import PART_TOKENS, SnapshotFolder
 from tests.zoo import ours, text
 
@@ -78,6 +79,36 @@ def test_what_is_damaged_or_missing_is_said_and_not_believed(tmp_path: Path) -> 
             index.execute("update snapshots set manifest = ?", (manifest,))
         with pytest.raises(SnapshotError, match="damaged"):
             folder.load("one")
+
+
+def test_a_damaged_part_is_set_aside_and_the_next_save_writes_it_again(tmp_path: Path) -> None:
+    model, folder = ours("llama"), SnapshotFolder(tmp_path)
+    state = model.new_state()
+    model([ids(PART_TOKENS + 10)], state)
+    snapshot = state.snapshot()
+    folder.save("one", snapshot)
+    for file in tmp_path.glob("parts/*/*"):
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(SnapshotError, match="damaged"):
+            folder.load("one")
+        assert (tmp_path / "damaged" / file.name).is_file() and not file.exists()
+        folder.save("one", snapshot)
+        assert file.read_bytes() == content
+    assert folder.load("one").tokens == snapshot.tokens
+
+
+def test_a_part_of_another_version_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, folder = ours("llama"), SnapshotFolder(tmp_path)
+    state = model.new_state()
+    model([ids(5)], state)
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot_folder, "VERSION", 2)
+        folder.save("one", state.snapshot())
+    files = set(tmp_path.glob("parts/*/*"))
+    with pytest.raises(SnapshotError, match="of version '2'; this lmstate reads version 1"):
+        folder.load("one")
+    assert files == set(tmp_path.glob("parts/*/*")) and not (tmp_path / "damaged").exists()
 
 
 def test_what_is_no_snapshot_is_refused(tmp_path: Path) -> None:

@@ -16,9 +16,11 @@ from lmstate.engine.results import (
     Usage,
 )
 from lmstate.engine.session import Session, SessionBusy
+from lmstate.engine.tiers import Blobs, Tier
 from lmstate.generation import Grammar, TokenLogprob
 
 __all__ = [
+    "Blobs",
     "Completion",
     "Drained",
     "Engine",
@@ -34,6 +36,7 @@ __all__ = [
     "SessionBusy",
     "SessionMoved",
     "StoreUnreachable",
+    "Tier",
     "TokenLogprob",
     "Usage",
 ]

@@ -45,7 +45,7 @@ from lmstate.engine.reuse import PrefixReuse
 from lmstate.engine.rows import RowPool
 from lmstate.engine.scheduler import Scheduler
 from lmstate.engine.session import KeyedAnswer, Record, Session, check_name
-from lmstate.engine.tiers import RecordStore, Tier, open_tier
+from lmstate.engine.tiers import RecordStore, Store, Tier, open_tier
 from lmstate.engine.tiers.fetch import PatientRecords
 from lmstate.engine.workload import Workload
 from lmstate.errors import SnapshotError, UnsupportedError
@@ -81,7 +81,8 @@ class Engine:
     memory  bytes for the rows and for what is kept of them for reuse, together: a number, or "4GiB"; where rows have
             no room, those of the lowest priority that came last give theirs back, and go on later
     store   where prefixes and sessions are kept beside memory, and found after a restart: a folder, "redis://host",
-            "s3://bucket/path" and what else obstore knows; a folder holds at most `store_bytes`
+            "s3://bucket/path" and what else obstore knows, or one of your own (`lmstate.engine.Blobs` and `Tier`); a
+            folder holds at most `store_bytes`
     queue   requests that may wait beside them; more raise `QueueFull`
     max_itl  milliseconds between two tokens of an answer, at most, while other prompts are read
     stall   the same as a multiple of the usual gap. With both, the larger is the bound; by default they are 80 and 3
@@ -99,7 +100,7 @@ class Engine:
         model: Model,
         rows: int = 8,
         memory: int | str = "4GiB",
-        store: str | os.PathLike[str] | Tier | None = None,
+        store: Store | Tier | None = None,
         *,
         store_bytes: int | str = "64GiB",
         kv: Any = None,

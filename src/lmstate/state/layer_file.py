@@ -6,6 +6,7 @@ import json
 import os
 import zlib
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -19,13 +20,22 @@ MOST_TOKENS = 2**31
 CHECKSUMS = "checksums"
 
 
+class VersionError(SnapshotError):
+    """A file is of another version of its format, and may be sound."""
+
+
 def write_layers(path: str | os.PathLike[str], metadata: dict[str, str], tensors: dict[str, Tensor]) -> None:
-    """Write a file, whole or not at all, with the CRC-32 of each tensor and of the metadata. Raises `OSError`."""
+    """Write a file, whole or not at all. Raises `OSError`."""
+    with atomic_write(Path(path)) as part, part.open("wb") as file:
+        dump_layers(file, metadata, tensors)
+
+
+def dump_layers(file: BinaryIO, metadata: dict[str, str], tensors: dict[str, Tensor]) -> None:
+    """Write tensors and metadata with the CRC-32 of each."""
     metadata = {name: text for name, text in metadata.items() if name != CHECKSUMS}
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     sums = {name: _checksum(tensor) for name, tensor in whole.items()}
-    with atomic_write(Path(path)) as part, part.open("wb") as file:
-        write_tensors(file, whole, {**metadata, CHECKSUMS: json.dumps([_checksum_of(metadata), sums])})
+    write_tensors(file, whole, {**metadata, CHECKSUMS: json.dumps([_checksum_of(metadata), sums])})
 
 
 def read_layers(
@@ -50,7 +60,7 @@ def _read(file: TensorFile, format_: str, version: int, what: str) -> tuple[dict
     if metadata.get("format") != format_:
         raise SnapshotError(f"{path} is a safetensors file, but no {what}")
     if metadata.get("version") != str(version):
-        raise SnapshotError(
+        raise VersionError(
             f"{path} is a {what} of version {metadata.get('version')!r}; this lmstate reads version {version}"
         )
     rest = {name: text for name, text in metadata.items() if name != CHECKSUMS}

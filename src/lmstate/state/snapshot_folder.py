@@ -2,6 +2,7 @@
 
 index.sqlite3      each snapshot: its name, what a file's metadata would say, and the parts that it is made of
 parts/ab/abcd...   safetensors files, named by the SHA-256 of what they hold
+damaged/           parts that hold something else, to find out why
 
 A part holds the positions of a run of tokens, of every layer that keeps an entry a token: two snapshots with a common
 prefix have these parts in common. The memory that layers have of all tokens together is one more part.
@@ -12,11 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-import sqlite3
-import stat
 from collections.abc import Iterator, Mapping
-from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
 
@@ -24,9 +21,9 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import SnapshotError, UnsupportedError
-from lmstate.files.sqlite_schema import check_schema, unusable, use_wal
+from lmstate.files.blob_folder import DIGEST, BlobFolder
 from lmstate.state.blocks import CapturedBlocks, Parts
-from lmstate.state.layer_file import by_layer, read_layers, write_layers
+from lmstate.state.layer_file import VersionError, by_layer, dump_layers, read_layers
 from lmstate.state.media import read_spans, span_record, span_tensors
 from lmstate.state.snapshot import VERSION as SNAPSHOT_VERSION
 from lmstate.state.snapshot import Snapshot
@@ -37,7 +34,6 @@ PART_TOKENS = 256
 MOST_MANIFEST = 2**28  # characters of a manifest: a hostile index must not fill the memory
 TABLE = "snapshots (name text primary key, manifest text not null, nbytes integer not null)"
 LOCK_SECONDS = 30.0  # that a transaction waits for others
-DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class Manifest(TypedDict):
@@ -66,9 +62,9 @@ class SnapshotFolder:
         """The folder is made where there is none. Raises `OSError` where it cannot be made, or is not a folder of
         snapshots."""
         self.path = Path(path)
-        self.path.mkdir(parents=True, exist_ok=True)
-        with self._index() as index:
-            index.execute(f"create table if not exists {TABLE}")
+        self._blobs = BlobFolder(self.path, "parts", (TABLE,), "index of snapshots", LOCK_SECONDS)
+        with self._blobs.transaction():
+            pass  # opening it makes it
 
     def save(self, name: str, snapshot: Snapshot) -> None:
         """Store a snapshot under a name, instead of what had it. Raises `OSError` where it cannot be written."""
@@ -89,7 +85,7 @@ class SnapshotFolder:
         rest |= span_tensors(snapshot.media)
         if snapshot.logits is not None:
             rest["logits"] = snapshot.logits
-        with self._index() as index:
+        with self._blobs.transaction() as index:
             index.execute("begin immediate")  # no process removes a part that is not in the index yet
             parts = []
             for start in range(0, snapshot.cached if any(spans) else 0, PART_TOKENS):
@@ -116,35 +112,28 @@ class SnapshotFolder:
 
     def names(self) -> list[str]:
         """Those of all snapshots, in order."""
-        with self._index() as index:
+        with self._blobs.transaction() as index:
             return [str(name) for (name,) in index.execute("select name from snapshots order by name")]
 
     def remove(self, name: str) -> None:
         """Forget a snapshot, and the parts that no other one is made of. Raises `SnapshotError` where there is none."""
         self._manifest(name)
-        with self._index() as index:
+        with self._blobs.transaction() as index:
             index.execute("begin immediate")
-            files = list(self._files())  # or an error, and nothing is removed
             index.execute("delete from snapshots where name = ?", (name,))
             used: set[str] = set()
             for (text,) in index.execute("select manifest from snapshots"):
                 used |= set(DIGEST.findall(str(text)))
-            for file, _ in files:
-                if file.name not in used:
-                    with suppress(OSError):  # the next removal tries again
-                        file.unlink()
+            self._blobs.remove_unknown(used)
 
     def nbytes(self) -> int:
         """Bytes of all parts."""
-        return sum(nbytes for _, nbytes in self._files())
+        return sum(found.st_size for _, found in self._blobs.files())
 
     # ---- the parts of it
 
-    def _index(self) -> _Closing:
-        return _Closing(self.path / "index.sqlite3")
-
     def _manifest(self, name: str) -> Manifest:
-        with self._index() as index:
+        with self._blobs.transaction() as index:
             query = "select manifest from snapshots where name = ? and length(manifest) <= ?"
             row = index.execute(query, (name, MOST_MANIFEST)).fetchone()
         if row is None:
@@ -205,65 +194,29 @@ class SnapshotFolder:
         named = told["fingerprint"], told["notes"], told["model"]
         return Snapshot(tokens, told["cached"], frequency_key, logits, layers, *named, media=media)
 
-    def _files(self) -> Iterator[tuple[Path, int]]:
-        """The parts that lie in this folder, with their bytes. A link may lead to what is another folder's."""
-        for file in [self.path / "parts", *self.path.glob("parts/*"), *self.path.glob("parts/*/*")]:
-            with suppress(FileNotFoundError):
-                found = file.lstat()
-                if stat.S_ISLNK(found.st_mode):
-                    raise OSError(f"{file} is a link, and what it leads to may be another's: remove the link")
-                if stat.S_ISREG(found.st_mode) and DIGEST.fullmatch(file.name):
-                    yield file, found.st_size
-
-    def _file(self, digest: str) -> Path:
-        return self.path / "parts" / digest[:2] / digest
-
     def _write(self, tensors: Mapping[str, Tensor]) -> str:
         whole = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         digest = _digest(whole)
-        file = self._file(digest)
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_layers(file, {"format": FORMAT, "version": str(VERSION)}, whole)
+        if not self._blobs.file(digest).exists():
+            with self._blobs.writing(digest) as part, part.open("wb") as file:
+                dump_layers(file, {"format": FORMAT, "version": str(VERSION)}, whole)
         return digest
 
     def _read(self, digest: str) -> dict[str, Tensor]:
         try:
-            _, tensors = read_layers(self._file(digest), FORMAT, VERSION, "part of a snapshot")
+            _, tensors = read_layers(self._blobs.file(digest), FORMAT, VERSION, "part of a snapshot")
+            if _digest(tensors) != digest:
+                raise SnapshotError(f"{self.path} is damaged: its part {digest} holds something else")
         except FileNotFoundError:
             raise SnapshotError(f"{self.path} is damaged: its part {digest} is missing") from None
         except RuntimeError as error:  # more than there is memory for
             raise SnapshotError(f"{self.path}: its part {digest} cannot be read: {str(error)[:200]}") from error
-        if _digest(tensors) != digest:
-            raise SnapshotError(f"{self.path} is damaged: its part {digest} holds something else")
+        except VersionError:
+            raise
+        except SnapshotError:
+            self._blobs.quarantine(digest)  # the next save writes it again
+            raise
         return tensors
-
-
-class _Closing:
-    """A connection to the index, for one transaction."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> sqlite3.Connection:
-        try:
-            self._connection = sqlite3.connect(self._path, timeout=LOCK_SECONDS)
-        except sqlite3.Error as error:
-            raise unusable(self._path, error, "index of snapshots") from error
-        try:
-            check_schema(self._connection, [TABLE])
-            use_wal(self._connection, LOCK_SECONDS)
-        except sqlite3.Error as error:
-            self._connection.close()
-            raise unusable(self._path, error, "index of snapshots") from error
-        return self._connection
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        with closing(self._connection):
-            if error is None:
-                self._connection.commit()
-        if isinstance(error, sqlite3.Error):
-            raise OSError(f"{self._path}: {error}") from error
 
 
 def _per_position(snapshot: Snapshot) -> list[frozenset[str]]:

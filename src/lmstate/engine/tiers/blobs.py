@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 SECONDS = 5.0  # that a Redis server may take to answer
 CLOSED_SECONDS = 7 * 24 * 3600  # for which Redis keeps the generation of a closed session
@@ -24,20 +24,27 @@ return 1
 """
 
 
+@runtime_checkable
 class Blobs(Protocol):
-    """Bytes under names, and records of sessions in generations. Any call may raise anything."""
+    """Bytes under names, and records of sessions in generations: what a store that machines share has to do.
+
+    Several threads call it. Any call may raise anything. Names are ASCII, with `/` between their parts.
+    """
 
     def get(self, name: str, most: int) -> bytes | None:
-        """The first `most` bytes; None where there are none."""
+        """Return the first `most` bytes under a name; None if there are none."""
 
-    def put(self, name: str, data: bytes) -> None: ...
+    def put(self, name: str, data: bytes) -> None:
+        """Store bytes under a name, in place of others. Readers see the old bytes or the new ones."""
 
-    def delete(self, name: str) -> None: ...
+    def delete(self, name: str) -> None:
+        """Remove a name. One that is not there is no error."""
 
-    def names(self, prefix: str) -> Iterable[str]: ...
+    def names(self, prefix: str) -> Iterable[str]:
+        """Return the names that begin with `prefix`."""
 
     def read_record(self, name: str, most: int) -> tuple[int, bytes] | None:
-        """(generation, the first `most` bytes) of the newest record of a name; no bytes if it was closed."""
+        """Return (generation, the first `most` bytes) of the newest record of a name; no bytes if it was closed."""
 
     def commit_record(self, name: str, data: bytes, generation: int) -> bool:
         """Store a record if the newest one is of `generation - 1`, or there is none.
@@ -47,7 +54,7 @@ class Blobs(Protocol):
         """
 
     def record_names(self, prefix: str) -> Iterable[str]:
-        """The names of records that were not closed."""
+        """Return the names of the records that begin with `prefix` and were not closed."""
 
 
 class RedisBlobs:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import logging
 import os
 import sqlite3
 import zlib
@@ -34,30 +33,26 @@ from lmstate.engine.tiers.tier import (
     to_bytes,
 )
 from lmstate.errors import ModelError, SnapshotError
-from lmstate.files.atomic import STALE_SECONDS, atomic_write, remove_stale_parts
+from lmstate.files.atomic import STALE_SECONDS
+from lmstate.files.blob_folder import BlobFolder
 from lmstate.files.mmap_file import open_regular
-from lmstate.files.private import FILE_MODE, private_file, private_folder
-from lmstate.files.sqlite_schema import check_schema, unusable, use_wal
+from lmstate.files.sqlite_schema import unusable
 
-LOG = logging.getLogger(__name__)
 MOST_NEW = 256  # entries of other processes that are taken at a time
 ENDING = 1.0  # seconds that a statement on the index may go on at the end
 # Bytes of a text in the index, unpacked, and of all that are read at a time: a hostile index must not fill the memory.
 MOST_TEXT, MOST_TEXTS = 2**26, 2**30
-TABLES = (
-    """entries (
+TABLE = """entries (
     namespace text not null, key text not null, kind text not null, frequency_key integer not null,
     start integer not null, tokens blob not null, layers integer not null, size integer not null,
     checksum text not null, used real not null, primary key (namespace, key)
-)""",
-)
+)"""
 OLD_SESSIONS = """sessions (
     namespace text not null, name text not null, tokens blob not null, record text not null,
     primary key (namespace, name)
 )"""  # of the index, in older versions
 RECORDS = "records.sqlite3"
 OLD_COLUMNS = "namespace, name, tokens, record"
-DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 class FolderTier(Tier):
@@ -68,53 +63,21 @@ class FolderTier(Tier):
     looks_up = True
 
     def __init__(self, path: str | os.PathLike[str], namespace: str, limit: int) -> None:
-        self.path = private_folder(Path(path).absolute())  # the process may change its folder
+        where = Path(path).absolute()  # the process may change its folder
+        self._blobs = BlobFolder(where, "entries", (TABLE,), "index of prefixes", LOCK_SECONDS, True, (OLD_SESSIONS,))
         self.limit = limit
-        self._records = SqliteRecords(self.path / RECORDS, store_key())
+        self._records = SqliteRecords(where / RECORDS, store_key())
         super().__init__(namespace, self._records)
         self._lock = Lock()
         self._used: dict[str, float] = {}  # keys of entries, and when they were last read, as far as no index has it
         self._seen: tuple[int | None, int] = None, 0  # version of the index, and its newest entry, that are known here
-        self._index = self._opened_index()
+        self._index = self._blobs.open_or_renew_index()
+        self._index.execute("pragma synchronous=normal")
         try:
             self._move_old_sessions()
         except sqlite3.Error as error:
-            raise unusable(self.path / "index.sqlite3", error, "index of prefixes") from error
-        self._thread.start()
-
-    def _opened_index(self) -> sqlite3.Connection:
-        """The index; one that is damaged is set aside, for all that it knows can be computed again."""
-        file = private_file(self.path / "index.sqlite3")
-        before = file.stat() if file.exists() else None
-        try:
-            index = self._opened(file)
-            if (found := index.execute("pragma quick_check(1)").fetchone()[0]) == "ok":
-                return index
-            index.close()
-        except OSError as error:
-            if getattr(error.__cause__, "sqlite_errorcode", None) not in DAMAGED:
-                raise
-            found = str(error.__cause__)
-        LOG.warning("%s is damaged (%s): it is set aside, and prefixes are computed again", file, found)
-        with suppress(FileNotFoundError):
-            if before is not None and os.path.samestat(before, file.stat()):  # else another process has set it aside
-                aside = private_folder(self.path / "damaged") / f"{time_ns()}-{file.name}"
-                os.replace(file, aside)
-                for end in ("-wal", "-shm"):
-                    with suppress(FileNotFoundError):
-                        os.replace(f"{file}{end}", f"{aside}{end}")
-        return self._opened(file)
-
-    def _opened(self, file: Path) -> sqlite3.Connection:
-        try:
-            connection = sqlite3.connect(file, check_same_thread=False, timeout=LOCK_SECONDS)
-            check_schema(connection, (*TABLES, OLD_SESSIONS))
-            made = "".join(f"create table if not exists {table};" for table in TABLES)
-            use_wal(connection, LOCK_SECONDS)
-            connection.executescript("pragma synchronous=normal;" + made)
-        except sqlite3.Error as error:
-            raise unusable(file, error, "index of prefixes") from error
-        return connection
+            raise unusable(self._blobs.index, error, self._blobs.what) from error
+        self.start()
 
     def _move_old_sessions(self) -> None:
         """Move the sessions of an older version's index to the records."""
@@ -204,10 +167,7 @@ class FolderTier(Tier):
         if max(size, len(data)) > self.limit:
             raise OSError(f"an entry of {size} bytes is more than the folder may hold")
         self._make_room(len(data))
-        file = self._file(key)
-        private_folder(file.parent.parent)
-        private_folder(file.parent)
-        with atomic_write(file, FILE_MODE) as part:
+        with self._blobs.writing(self._digest(key)) as part:
             part.write_bytes(data)
         told = (
             self.namespace, key, entry.label, entry.frequency_key, entry.start, zlib.compress(packed(entry.tokens), 1),
@@ -244,16 +204,10 @@ class FolderTier(Tier):
     def tidy(self) -> None:
         """Remove files that no index knows, and parts of files: of writers that were killed. Younger ones may come."""
         self._records.forget_deleted()
-        folder, oldest = self.path / "entries", time() - STALE_SECONDS
         with self._lock:
             rows = self._index.execute("select namespace, key from entries").fetchall()
-        known = {self._file(str(key), str(namespace)).name for namespace, key in rows}
-        for inner in [inner for inner in folder.glob("*") if inner.is_dir()]:
-            remove_stale_parts(inner)
-            for file in inner.glob("[!.]*"):
-                with suppress(OSError):
-                    if file.name not in known and file.lstat().st_mtime < oldest:
-                        file.unlink()
+        known = {self._digest(str(key), str(namespace)) for namespace, key in rows}
+        self._blobs.remove_unknown(known, time() - STALE_SECONDS)
 
     # ---- the parts of it
 
@@ -268,9 +222,11 @@ class FolderTier(Tier):
         if not hmac.compare_digest(bytes(found), right):
             raise SnapshotError("it is damaged: its checksum is another")
 
+    def _digest(self, key: str, namespace: str | None = None) -> str:
+        return hashlib.sha256(f"{namespace or self.namespace}|{key}".encode()).hexdigest()
+
     def _file(self, key: str, namespace: str | None = None) -> Path:
-        name = hashlib.sha256(f"{namespace or self.namespace}|{key}".encode()).hexdigest()
-        return self.path / "entries" / name[:2] / name
+        return self._blobs.file(self._digest(key, namespace))
 
     def _make_room(self, size: int) -> None:
         held = self.nbytes()
@@ -304,8 +260,6 @@ class FolderTier(Tier):
         self._file(key, namespace).unlink(missing_ok=True)
 
     def _quarantine(self, key: str) -> None:
-        file = self._file(key)
         self.counts["quarantined"] += 1
-        if file.exists():
-            os.replace(file, private_folder(self.path / "damaged") / file.name)
+        self._blobs.quarantine(self._digest(key))
         self._forget(key)

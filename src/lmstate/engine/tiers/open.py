@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 from lmstate.engine.tiers.blob_records import BlobRecords
 from lmstate.engine.tiers.blobs import Blobs, ObjectBlobs, RedisBlobs
@@ -14,13 +16,21 @@ from lmstate.engine.tiers.shared import SharedTier
 from lmstate.engine.tiers.sqlite_records import SqliteRecords
 from lmstate.engine.tiers.tier import Tier
 
+Store: TypeAlias = "str | os.PathLike[str] | Blobs | Callable[[str], Tier]"
 
-def open_tier(store: str | os.PathLike[str], namespace: str, limit: int) -> Tier:
-    """The tier that `Engine(store=...)` names: a folder, a `redis://` URL, or an object store's (`s3://`, ...).
 
-    Raises ValueError for what names none, and for an empty name, which would be the folder that the process happens to
-    be in.
+def open_tier(store: Store, namespace: str, limit: int) -> Tier:
+    """Open the tier that `Engine(store=...)` names: a folder, a `redis://` URL, or an object store's (`s3://`, ...).
+
+    Also of `Blobs`, or by a function that makes a tier of a namespace. Raises ValueError for anything else, and for an
+    empty name, which would be the folder that the process happens to be in.
     """
+    if callable(store):
+        if not isinstance(tier := store(namespace), Tier):
+            raise ValueError(f"store={store!r:.80} returned {tier!r:.80}; it must return a Tier")
+        return tier
+    if isinstance(store, Blobs):
+        return SharedTier(store, namespace)
     where, blobs = _opened(store)
     return FolderTier(where, namespace, limit) if blobs is None else SharedTier(blobs, namespace)
 
@@ -49,7 +59,7 @@ def check_store(store: str | os.PathLike[str]) -> None:
 def _opened(store: str | os.PathLike[str]) -> tuple[str, Blobs | None]:
     """(the store's name, its blobs if it is not a folder). Nothing is asked of it yet."""
     if not isinstance(store, str | os.PathLike) or not isinstance(where := os.fspath(store), str):
-        raise ValueError(f"store={store!r:.80} was asked for; name a folder or a URL")
+        raise ValueError(f"store={store!r:.80} was asked for; name a folder or a URL, or give Blobs or a Tier")
     if not where:
         raise ValueError("store='' was asked for; name a folder or a URL, or give None to keep nothing")
     scheme = where.partition("://")[0] if "://" in where else ""

@@ -49,7 +49,7 @@ class SharedTier(Tier):
         self._blobs: Blobs = SealedBlobs(blobs, key) if (key := store_key()) else blobs
         super().__init__(namespace, BlobRecords(self._blobs))
         self._place = hashlib.sha256(self.namespace.encode()).hexdigest()[:16]
-        self._thread.start()
+        self.start()
 
     def check_access(self) -> None:
         name = f"{self._place}/access"
@@ -60,7 +60,6 @@ class SharedTier(Tier):
     def entries(self) -> Iterable[tuple[str, Entry]]:
         for place in self._places("index", MOST_ENTRIES):
             if (blob := self._blobs.get(place, MOST_TOLD)) is not None and (found := self._entry(blob)) is not None:
-                self._keys.add(found[0])
                 yield found[:2]
 
     def _entry(self, blob: bytes) -> tuple[str, Entry, list[str]] | None:

@@ -7,11 +7,11 @@ import logging
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition, Thread
-from typing import Literal, TypeVar, cast, get_args
+from typing import Literal, cast, get_args
 
 from torch import Tensor
 
@@ -29,7 +29,6 @@ LOG = logging.getLogger(__name__)
 WAITING_BYTES = 2**28  # of tensors that may wait to be written; what comes beyond waits alone, or is not kept here
 MOST_LAYERS = 100_000  # of an entry: what a store says is not to fill the memory
 Kind = Literal["run", "carry", "end"]
-Item = TypeVar("Item")
 
 
 class TierError(StateError):
@@ -76,6 +75,7 @@ class _Write:
 class Tier(ABC):
     """Keeps entries by their keys, and records of sessions. `put` returns at once; a thread of the tier's own writes.
 
+    A kind of tier has a `name`, and implements `entries`, `read` and `write`; its `__init__` ends with `start()`.
     `namespace` names the model and how its keys and values are stored. Failures are counted and leave the rest whole;
     only `get` raises, `TierError`.
     """
@@ -102,6 +102,10 @@ class Tier(ABC):
         self._told = False  # that it cannot be read or written
         self._thread = Thread(target=self._run, name=f"lmstate-{self.name}", daemon=True)
 
+    def start(self) -> None:
+        """Begin to write what is `put`."""
+        self._thread.start()
+
     # ---- for the engine
 
     def has(self, key: str) -> bool:
@@ -113,16 +117,15 @@ class Tier(ABC):
 
     def all_entries(self) -> list[tuple[str, Entry]]:
         """`entries`, as far as they can be read now."""
-        return self._readable(self.entries)
-
-    def _readable(self, items: Callable[[], Iterable[Item]]) -> list[Item]:
-        found: list[Item] = []
+        found: list[tuple[str, Entry]] = []
         try:
-            for item in items():
+            for item in self.entries():
                 found.append(item)  # noqa: PERF402 - what was read before it fails counts
         except Exception as error:
             self.counts["failed"] += 1
             self._tell("cannot be read", error)
+        with self._changed:
+            self._keys.update(key for key, _ in found)
         return found
 
     def put(self, entry: Entry, layers: Layers, above: Sequence[str] = ()) -> str | None:
@@ -226,14 +229,22 @@ class Tier(ABC):
 
     @abstractmethod
     def entries(self) -> Iterable[tuple[str, Entry]]:
-        """(key, entry) of all there is of this namespace."""
+        """Return (key, entry) of every entry of this namespace."""
 
     @abstractmethod
     def read(self, key: str) -> Layers:
-        """Raises anything for what is gone or damaged."""
+        """Return the layers under a key, on the processor, in memory that nothing else writes to.
+
+        Raises anything for an entry that is gone or damaged. The engine checks shapes alone, so check that the bytes
+        are those that were written. Several threads call it, and `find`.
+        """
 
     @abstractmethod
-    def write(self, entry: Entry, key: str, layers: Layers, above: Sequence[str]) -> None: ...
+    def write(self, entry: Entry, key: str, layers: Layers, above: Sequence[str]) -> None:
+        """Store layers under a key, so that they last when it returns; the tier's thread alone calls it.
+
+        `above`: the keys of the entries without which this one is of no use. Raises anything where it cannot.
+        """
 
     def find(self, tokens: Sequence[int], salt: str = "") -> list[tuple[str, Entry]]:
         """(key, entry) of what others may have written of a text's beginning under a salt. May raise anything."""
