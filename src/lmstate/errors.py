@@ -23,6 +23,10 @@ class SnapshotError(StateError):
     """A snapshot that is damaged, of another model, or does not fit the state."""
 
 
+class EmbeddingsGone(StateError):
+    """A picture has to be read again, and its embeddings were let go."""
+
+
 class UnsupportedError(StateError):
     """An operation that some layer of this model has no exact way to do."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -186,6 +187,12 @@ def test_uploads_follow_each_other_and_are_bounded(monkeypatch: pytest.MonkeyPat
     for gone in ("a", "c", "never"):
         with pytest.raises(ValueError, match="not here"), uploads.taken(gone):
             pass
+    (left,) = uploads._open
+    channel.served.check_health()
+    assert [*uploads._open] == [left], "its next part may come"
+    monkeypatch.setattr("lmstate.cluster.parts.ABANDONED", 0.0)
+    channel.served.check_health()
+    assert not uploads._open and uploads._folder is not None and not os.listdir(uploads._folder.name)
 
 
 @pytest.mark.parametrize("case", ["bart", "t5"])

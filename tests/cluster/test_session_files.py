@@ -154,3 +154,23 @@ def test_a_session_with_pictures_is_saved(tmp_path: Path) -> None:
         assert loaded.record.prompt == session.record.prompt and loaded.record.media
         answers = [one.send(said("more"), **SHORT).result(600).tokens for one in (session, loaded)]
         assert answers[0] == answers[1]
+        tokens, media = session.tokens, session.record.prompt.media
+    others = [Engine(model, store=store) for _ in "ab"]  # whose memory is empty
+    with fleet(*others, store=store, files=FrontFiles.of(str(tmp_path / "model"))) as (cluster, channels):
+        front = cluster.front
+        for _ in range(2):
+            front.session("one").save(tmp_path / "again")
+            assert sum(channel.calls["picture"] for channel in channels) == 1, "the replica keeps it"
+        assert front.model.pictures().tower.runs == 1
+        front.session("one").close()
+        assert (again := front.load_session("three", tmp_path / "again")).tokens == tokens
+        assert again.record.prompt.media == media
+        assert again.send(said("and"), **SHORT).result(600).tokens == loaded_tokens(model, tmp_path / "file")
+
+
+def loaded_tokens(model: lmstate.Model, path: Path) -> list[list[int]]:
+    """The answers of a session of a file, alone."""
+    with Engine(model) as engine:
+        session = engine.load_session("alone", path)
+        session.send(said("more"), **SHORT).result(600)
+        return session.send(said("and"), **SHORT).result(600).tokens

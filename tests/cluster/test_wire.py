@@ -26,7 +26,7 @@ from lmstate.cluster.wire import (
     work_to_wire,
 )
 from lmstate.engine import Drained, Engine, EngineClosed, QueueFull, SessionBusy
-from lmstate.engine.results import SessionMoved
+from lmstate.engine.results import NoReplica, SessionMoved
 from lmstate.errors import RewindError, UnsupportedError
 from lmstate.vision.reader import PicturePrompt
 from tests.cluster.helpers import fleet
@@ -214,8 +214,10 @@ def test_a_text_is_embedded_at_a_replica_that_lives() -> None:
             cluster.front.embed(ids, "max").result(60)
         for channel in channels:
             channel.dead = True
-        with pytest.raises(ReplicaLost):
-            cluster.front.embed(ids).result(60)
+        vector = cluster.front.embed(ids, "last")
+        wait_until(lambda: not cluster.front.replicas)
+        channels[0].served, channels[0].dead = ServedEngine(channels[0].served.engine, 0), False
+        assert torch.equal(vector.result(60), expected)
 
 
 @pytest.mark.parametrize("unreached", [0, 4])
@@ -239,6 +241,63 @@ def test_an_answer_waits_no_longer_than_it_is_told(monkeypatch: pytest.MonkeyPat
         answer = cluster.front.submit(prompt(60, 2), **GIVEN)
         with pytest.raises(EngineClosed, match="no replica takes requests"):
             answer.result(600)
+
+
+def test_new_requests_wait_for_the_replica_that_replaces_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmstate.cluster.front.MOST_WAITING", 2)
+    model, ids, store = ours("llama"), prompt(60, 2), f"file://{tmp_path}"
+    with Engine(model) as alone, fleet(Engine(model, store=store), store=store) as (cluster, (channel,)):
+        front, channel.dead = cluster.front, True
+        session = front.session("one")
+        wait_until(lambda: not any(one.takes for one in front.replicas))
+        answers = [front.submit(ids, **GIVEN), session.send(ids, max_new_tokens=5, ignore_eos=True)]
+        with pytest.raises(NoReplica):
+            front.submit(ids)
+        assert not any(answer.done for answer in answers)
+        channel.served, channel.dead = ServedEngine(channel.served.engine, 0), False
+        check(answers[0], alone.submit(ids, **GIVEN))
+        check(answers[1], alone.submit(ids, max_new_tokens=5, ignore_eos=True))
+        assert session.tokens == [*ids, *answers[1].result(60).tokens[0]]
+        assert front.submit(ids, **GIVEN).result(60).tokens == answers[0].result(60).tokens
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_front_that_is_drained_ends_its_answers_as_an_engine_does(waits: bool) -> None:
+    model, ids = ours("llama"), prompt(60, 2)
+    given = {**GIVEN, "max_new_tokens": 150, "seed": 3}
+    with Engine(model) as alone, fleet(Engine(model)) as (cluster, (channel,)):
+        front = cluster.front
+        answer = front.submit(ids, **given)
+        next(iter(answer))
+        if waits:
+            channel.dead = True
+            wait_until(lambda: not any(one.takes for one in front.replicas))
+            answer.cancel()
+            answer = front.submit(ids, **given)
+        assert front.drain()
+        channel.dead = False
+        with pytest.raises(Drained) as drained:
+            answer.result(60)
+        told = drained.value
+        assert told.seed == 3 and any(told.answered) != waits
+        rest = alone.submit(ids, **given, answered=told.answered if any(told.answered) else ())
+        assert rest.result(600).tokens == alone.submit(ids, **given).result(600).tokens
+        seen = channel.calls["view"]
+        wait_until(lambda: channel.calls["view"] > seen + 2)
+        with pytest.raises(EngineClosed, match="is being drained"):
+            front.submit(ids)
+        engine = channel.served.engine
+        wait_until(lambda: not engine.load().answering)
+        assert engine.submit(ids, max_new_tokens=1).result(60), "the replica goes on"
+
+
+def test_a_front_that_is_drained_lets_answers_end_that_end_in_time() -> None:
+    with fleet(Engine(ours("llama"))) as (cluster, _):
+        answer = cluster.front.submit(prompt(60, 2), **GIVEN)
+        assert cluster.front.drain(60)
+        assert answer.done and len(answer.result(1).tokens[0]) == GIVEN["max_new_tokens"]
 
 
 @pytest.mark.parametrize("deadline", [None, 1.0])

@@ -13,6 +13,7 @@ import torch
 import lmstate
 from lmstate.engine.prefix.digests import beginnings, packed, unpacked
 from lmstate.engine.session import Record
+from lmstate.errors import EmbeddingsGone
 from lmstate.generation.sampling import Sampler, TokenPicker
 from lmstate.state import MediaSpan
 from lmstate.vision.reader import PicturePrompt
@@ -181,9 +182,19 @@ def test_sessions_have_pictures(seeing: lmstate.Model, tmp_path: Path) -> None:
         other = engine.session("other")
         assert len(other.record.media) == 1 and other.messages[0] == said(first, "what is this?")[0]
         assert other.send(said("more"), max_new_tokens=5).result(600).usage.reused >= length - 1
+    with lmstate.Engine(seeing, store=tmp_path / "store") as engine:
+        other = engine.session("other")  # nothing of it is in memory
+        other.save(tmp_path / "other")
+        ids = Record(other.tokens, media=other.record.media)
+        with pytest.raises(EmbeddingsGone, match="messages do not have their files"):
+            engine.new_session("ids", ids).save(tmp_path / "ids")
+        assert not (tmp_path / "ids").exists()
+        expected_other = other.send(said("more"), max_new_tokens=5).result(600).tokens
     with lmstate.Engine(seeing) as engine:
         session = engine.load_session("three", tmp_path / "saved")
         assert session.send([9, 10], max_new_tokens=5).result(600).tokens[0][: len(expected)] == expected
+        other = engine.load_session("other", tmp_path / "other")
+        assert other.send(said("more"), max_new_tokens=5).result(600).tokens == expected_other
 
 
 def test_pictures_that_do_not_fit_are_refused() -> None:

@@ -8,19 +8,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from threading import Lock, Timer
+from time import monotonic, sleep
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
 
-from lmstate.cluster.handle import Errand, Listener, NoReplica, ReplicaHandle, ReplicaLost, Work
+from lmstate.cluster.handle import Errand, Listener, ReplicaHandle, ReplicaLost, Work
 from lmstate.cluster.key import RouteKey, route_key
 from lmstate.cluster.moving import MovingRequest
 from lmstate.cluster.placement import Placement, ReplicaView, RouteCosts
 from lmstate.engine.options import check_length, read_prompt, read_sourced, refuse_sourceless
 from lmstate.engine.request import Request
-from lmstate.engine.results import EngineClosed, Load, QueueFull
+from lmstate.engine.results import EngineClosed, Load, NoReplica, QueueFull
 from lmstate.engine.session import check_name
 from lmstate.generation.params import SamplingParams, sampling_params
 from lmstate.generation.prompts import are_messages
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from lmstate.engine.serving import ServingModel
 
 MOVERS = 4  # threads on which requests move
+MOST_WAITING = 256  # new requests that wait for a replica while none takes them
+DRAIN_LOOK = 0.02  # seconds between two looks at whether requests ended
 SESSIONS = 100_000  # whose lengths are remembered
 
 
@@ -41,7 +44,7 @@ class Front:
     replicas  of one namespace: the same weights, data type and KV policy, and one shared store if there are sessions
     model     for its tokenizer and its limits; nothing is computed with it
     costs     seconds of reading and fetching, by which replicas are chosen
-    patience  seconds that an answer waits for a new replica when no other is left
+    patience  seconds that a request waits for a replica while none takes it, as when the last one is replaced
     """
 
     def __init__(
@@ -65,7 +68,8 @@ class Front:
         self._lock = Lock()
         self._patience = patience
         self._movers = ThreadPoolExecutor(MOVERS, "lmstate-moves")
-        self._closed = False
+        self._running: set[MovingRequest] = set()
+        self._closed = self._ending = False
         self.moved = self.lost = 0  # requests, replicas
         for replica in replicas:
             self.add(replica)
@@ -141,9 +145,17 @@ class Front:
         work = Work(told, params, priority, deadline, itl, session, idempotency_key, salt, sender)
         send = partial(self._send, key)
         request = MovingRequest(work, ids, send, self._later, self._thinking_format, settle, self._patience)
-        if session is not None:
-            request.when_done(partial(self._measure, session))
-        request.start()
+        with self._lock:
+            self._refuse_ending()
+            waiting = sum(one.stranded for one in self._running)
+            self._running.add(request)
+        request.when_done(partial(self._ended, session))
+        try:
+            request.start(waits=self._patience > 0 and waiting < MOST_WAITING)
+        except BaseException:
+            with self._lock:
+                self._running.discard(request)
+            raise
         return request
 
     def _read(self, prompt: Any, salt: str) -> PicturePrompt:
@@ -170,6 +182,7 @@ class Front:
         """Give a request to the best replica that takes it and was not tried."""
         refused: Exception | None = None
         with self._lock:
+            self._refuse_ending()
             self.moved += bool(answered)
         for replica in self.by_choice(key):
             if replica.id in tried:
@@ -215,8 +228,11 @@ class Front:
             self._placement.observe(views)
             self._seen = seen
 
-    def _measure(self, session: str, request: Request) -> None:
+    def _ended(self, session: str | None, request: Request) -> None:
         with self._lock:
+            self._running.discard(request)
+            if session is None:
+                return
             self._lengths[session] = len(request.prompt) + request.generated
             self._lengths.move_to_end(session)
             if len(self._lengths) > SESSIONS:
@@ -272,6 +288,23 @@ class Front:
             self._draining.add(id)
         return replica.drain(seconds)
 
+    def drain(self, seconds: float = 0.0) -> bool:
+        """As `Engine.drain`, of the requests of this front: its replicas go on, and other fronts may use them.
+
+        Returns whether the store has all turns of sessions, as far as is known.
+        """
+        with self._lock:
+            self.refuse_closed()
+            self._ending = True
+        until = monotonic() + seconds
+        while monotonic() < until and self._running:
+            sleep(DRAIN_LOOK)
+        with self._lock:
+            running = list(self._running)
+        for request in running:
+            request.drain()
+        return not any(replica.unstored for replica in self.replicas)
+
     def close(self) -> None:
         """Close all replicas. Harmless if it was closed."""
         with self._lock:
@@ -285,6 +318,11 @@ class Front:
         """Raise EngineClosed if it was closed."""
         if self._closed:
             raise EngineClosed("the front was closed: make another one")
+
+    def _refuse_ending(self) -> None:
+        self.refuse_closed()
+        if self._ending:
+            raise EngineClosed("the front is being drained: it takes no more requests")
 
     def __enter__(self) -> Front:
         return self

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from lmstate.engine.engine import Engine
 from lmstate.engine.request import Request
-from lmstate.engine.results import Completion, EngineClosed, EngineError, Load, Piece
+from lmstate.engine.results import Completion, EngineError, Load, Piece
 from lmstate.generation.params import SamplingParams
 from lmstate.vision.reader import PicturePrompt
 
@@ -20,13 +20,6 @@ class ReplicaLost(EngineError):
 
 class Unreached(ReplicaLost):
     """A request did not come to its replica, which had ended before."""
-
-
-class NoReplica(EngineClosed):
-    """No replica takes requests now: all are lost or are being drained."""
-
-    def __init__(self) -> None:
-        super().__init__("no replica takes requests now: all are lost or are being drained")
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from functools import partial
 from threading import RLock
 from time import monotonic
 
-from lmstate.cluster.handle import Errand, Listener, NoReplica, ReplicaLost, Told, Unreached, Work
+from lmstate.cluster.handle import Errand, Listener, ReplicaLost, Told, Unreached, Work
 from lmstate.engine.delivery import Delivery
 from lmstate.engine.request import Request
-from lmstate.engine.results import Completion, Drained, EngineClosed, EngineError, Piece, QueueFull
+from lmstate.engine.results import Completion, Drained, EngineClosed, EngineError, NoReplica, Piece, QueueFull
 from lmstate.generation.thinking import ThinkingFormat
 
 LOG = logging.getLogger(__name__)
@@ -30,7 +30,10 @@ Later = Callable[[Callable[[], None], float], object]
 
 
 class MovingRequest(Request):
-    """A request of a front. Made by `Front.submit`, which sends it for the first time with `start`."""
+    """A request of a front. Made by `Front.submit`, which sends it for the first time with `start`.
+
+    While no replica takes requests it waits: it may be one that has no tokens yet.
+    """
 
     def __init__(
         self,
@@ -42,7 +45,7 @@ class MovingRequest(Request):
         settle: Callable[[], None] | None = None,
         patience: float = 0.0,
     ) -> None:
-        """`ids`: of the prompt, if they are known; `patience`: seconds that it waits for a replica to go on at;
+        """`ids`: of the prompt, if they are known; `patience`: seconds that it waits for a replica;
         `settle` is called on such a thread before the outcome is told."""
         super().__init__(ids, self._forward, Delivery(), thinking)
         self.moves = 0
@@ -57,15 +60,46 @@ class MovingRequest(Request):
         self._answered: list[list[int]] = [[] for _ in range(work.params.n)]
         self._texts = [""] * work.params.n
         self._ended = [False] * work.params.n
-        self._stranded: float | None = None  # since when there is no replica to go on at
+        self._stranded: float | None = None  # since when there is no replica for it
+        self._drained = False
         self._came = False  # whether it came to the replica that is heard
         self._heard = 0  # pieces from the replica that is heard
         self._told_read: int | None = None  # of these, as many as the replica knows to be read
 
-    def start(self) -> None:
-        """Send it. Raises what `Engine.submit` does."""
+    @property
+    def stranded(self) -> bool:
+        """Whether it waits for a replica."""
+        return self._stranded is not None
+
+    def start(self, waits: bool = False) -> None:
+        """Send it for the first time. `waits`: where no replica takes it, it waits for one.
+
+        Raises what `Engine.submit` does, and NoReplica.
+        """
+        try:
+            self._sent()
+        except NoReplica:
+            if not waits:
+                raise
+            self._stranded = monotonic()
+            self._later(self._move, LOOK)
+
+    def drain(self) -> None:
+        """End it as `Engine.drain` does, unless it has ended. Waits for `settle`."""
+        with self._lock:
+            if self.done:
+                return
+            self._drained = True
+            self._attempt += 1  # nothing more is heard of it
+            errand, self._errand = self._errand, None
+            answered = [list(tokens) for tokens in self._answered]
+        if errand is not None:
+            errand.cancel()
+        self._settled(Drained(answered, self._work.params.seed or 0))
+
+    def _sent(self) -> None:
         work = self._work
-        if self.moves and work.deadline is not None:
+        if work.deadline is not None:
             work = replace(work, deadline=max(LEAST_SECONDS, work.deadline - (monotonic() - self._began)))
         answered = [list(tokens) for tokens in self._answered] if any(self._answered) else []
         attempt = self._attempt
@@ -74,6 +108,9 @@ class MovingRequest(Request):
             if not self.done and attempt == self._attempt:
                 self._errand = errand
                 self.prompt = errand.prompt or self.prompt
+            drained = self._drained
+        if drained:
+            errand.cancel()
         self._forward()
 
     def _forward(self) -> None:
@@ -149,7 +186,7 @@ class MovingRequest(Request):
 
     def _move(self) -> None:
         try:
-            self.start()
+            self._sent()
             self._stranded = None
         except NoReplica as error:  # one that replaces the last one may come
             self._stranded = self._stranded or monotonic()
@@ -166,9 +203,9 @@ class MovingRequest(Request):
                 self._finish(self._refusal or error)
 
     def _settled(self, outcome: Completion | BaseException) -> None:
-        assert self._settle is not None
         try:
-            self._settle()
+            if self._settle is not None:
+                self._settle()
         except Exception:  # the answer is there all the same
             LOG.exception("what follows the end of a request failed")
         self._finish(outcome)

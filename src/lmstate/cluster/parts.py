@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
+from time import monotonic
 from uuid import uuid4
 
 import msgspec
 
 PART = 2**20  # bytes of a part
-MOST_OPEN = 64  # uploads that are not complete: the oldest goes, whose sender may be gone
+MOST_OPEN = 64  # uploads that are not complete: the oldest goes
+ABANDONED = 300.0  # seconds without a part after which an upload goes: its sender gives up much sooner
 
 
 class WirePart(msgspec.Struct, frozen=True):
@@ -31,7 +33,7 @@ class Uploads:
 
     def __init__(self) -> None:
         self._folder: TemporaryDirectory[str] | None = None
-        self._open: OrderedDict[str, Path] = OrderedDict()
+        self._open: OrderedDict[str, tuple[Path, float]] = OrderedDict()  # and when its last part came
         self._lock = Lock()
 
     def add(self, part: WirePart) -> None:
@@ -39,7 +41,7 @@ class Uploads:
         with self._lock:
             if self._folder is None:
                 self._folder = TemporaryDirectory(prefix="lmstate-upload-")
-            path = self._open.pop(part.id, None) or Path(self._folder.name, uuid4().hex)
+            path, _ = self._open.pop(part.id, None) or (Path(self._folder.name, uuid4().hex), 0.0)
             try:
                 with path.open("ab") as file:
                     if file.tell() != part.start:
@@ -50,17 +52,28 @@ class Uploads:
             except BaseException:  # such as a full disk: the parts before cannot be used any more
                 path.unlink(missing_ok=True)
                 raise
-            self._open[part.id] = path
+            self._open[part.id] = path, monotonic()
             while len(self._open) > MOST_OPEN:
-                self._open.popitem(last=False)[1].unlink()
+                self._drop_oldest()
+
+    def drop_abandoned(self) -> None:
+        """Remove the uploads whose senders are gone."""
+        with self._lock:
+            while self._open and monotonic() - next(iter(self._open.values()))[1] > ABANDONED:
+                self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        path, _ = self._open.popitem(last=False)[1]
+        path.unlink()
 
     @contextmanager
     def taken(self, id: str) -> Iterator[Path]:
         """The file of an upload that is complete; it is removed then. Raises ValueError for an unknown one."""
         with self._lock:
-            path = self._open.pop(id, None)
-        if path is None:
+            upload = self._open.pop(id, None)
+        if upload is None:
             raise ValueError("an upload is not here: it did not come, or others came after it; send it again")
+        path, _ = upload
         try:
             yield path
         finally:

@@ -35,6 +35,7 @@ from lmstate.cluster.wire import (
 )
 from lmstate.engine.results import EngineError, Load
 from lmstate.engine.session import Record
+from lmstate.errors import EmbeddingsGone
 from lmstate.state.media import Media
 from lmstate.vision.reader import PicturePrompt
 
@@ -233,20 +234,38 @@ class RemoteReplica:
         self._loop.run(load(), FILE)
 
     def save_session(self, record: Record, path: Path, salt: str) -> None:
-        """Write the file of a record, which it makes, to `path`. Raises as `Engine.save_session`, and ReplicaLost."""
+        """Write the file of a record, which it makes, to `path`. Raises as `Engine.save_session`, and ReplicaLost.
+
+        Pictures that it would have to read, and does not have, are sent if the record has their embeddings.
+        """
+        pictures = {span.media.hash: span.media for span in record.media if span.media.embeddings is not None}
 
         async def save() -> None:
-            upload = await self._upload(parts_of(pack(WireRecord(list(record.tokens), record.to_json()))))
-            stream = self._channel.stream("save", pack(WireFile(self.id, upload, salt)))
-            try:
-                with path.open("wb") as file:
-                    async for told in stream:
-                        await asyncio.to_thread(file.write, unpack(told, WireAnswer).read(bytes))
-            finally:
-                await stream.aclose()
+            for _ in range(SENDS):
+                try:
+                    await self._saved(record, path, salt)
+                    return
+                except PictureMissing as error:
+                    if not pictures.keys() >= set(error.hashes):
+                        raise EmbeddingsGone(
+                            f"{error}, which has to read them, and their embeddings were let go"
+                        ) from None
+                    for hash in error.hashes:
+                        await self._send_picture(pictures[hash])
+            raise ReplicaLost(f"replica {self.id} let pictures go as fast as they came")
 
         self._refuse_lost()
         self._loop.run(save(), FILE)
+
+    async def _saved(self, record: Record, path: Path, salt: str) -> None:
+        upload = await self._upload(parts_of(pack(WireRecord(list(record.tokens), record.to_json()))))
+        stream = self._channel.stream("save", pack(WireFile(self.id, upload, salt)))
+        try:
+            with path.open("wb") as file:
+                async for told in stream:
+                    await asyncio.to_thread(file.write, unpack(told, WireAnswer).read(bytes))
+        finally:
+            await stream.aclose()
 
     def _tell(self, errand: RemoteErrand, told: Told) -> bool:
         """Whether more may follow."""

@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from lmstate.cluster.handle import Told, Unreached, submitted
 from lmstate.cluster.parts import Uploads, WirePart, parts_of_file
-from lmstate.cluster.pictures import KeptPictures, WirePicture, read_picture
+from lmstate.cluster.pictures import KeptPictures, PictureMissing, WirePicture, read_picture
 from lmstate.cluster.wire import (
     WireAnswer,
     WireFacts,
@@ -36,7 +36,7 @@ from lmstate.engine.engine import Engine
 from lmstate.engine.request import Request
 from lmstate.engine.results import Completion, Piece, hit_rate
 from lmstate.engine.session import Record
-from lmstate.errors import SnapshotError
+from lmstate.errors import EmbeddingsGone, SnapshotError
 from lmstate.generation.grammar import Grammar
 
 STALLED = 60.0  # seconds without a token, while there is work, after which an engine is taken for dead
@@ -219,7 +219,12 @@ class ServedEngine:
         self._refuse_replaced(told.to)
         with self._uploads.taken(told.id) as uploaded:
             given = unpack(uploaded.read_bytes(), WireRecord)
-        self.engine.save_session(Record.from_json(given.tokens, given.text), path, told.salt)
+        record = Record.from_json(given.tokens, given.text)
+        record.media = list(self._pictures.known(record.media))
+        try:
+            self.engine.save_session(record, path, told.salt)
+        except EmbeddingsGone:
+            raise PictureMissing([one.media.hash for one in record.media if one.media.embeddings is None]) from None
 
     def _refuse_replaced(self, to: str) -> None:
         if to != self.id:
@@ -237,7 +242,11 @@ class ServedEngine:
             self._drained = True
 
     def check_health(self) -> None:
-        """Raises RuntimeError once the engine was drained or stands still: it is to be replaced then."""
+        """Raises RuntimeError once the engine was drained or stands still: it is to be replaced then.
+
+        Ray asks every few seconds; uploads that were abandoned go then.
+        """
+        self._uploads.drop_abandoned()
         if self._drained:
             raise RuntimeError("the engine was drained: a new one takes its place")
         load, stats, now = self.engine.load(), self.engine.stats(), monotonic()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
+from time import monotonic
 from typing import Any
 
 from torch import Tensor
@@ -16,13 +19,13 @@ from lmstate.cluster.front import Front
 from lmstate.cluster.handle import ReplicaLost
 from lmstate.cluster.key import RouteKey, route_key
 from lmstate.cluster.placement import RouteCosts
-from lmstate.cluster.remote import CallLoop, RemoteReplica
+from lmstate.cluster.remote import LOOK, CallLoop, RemoteReplica
 from lmstate.cluster.wire import WireFacts
 from lmstate.engine.conversations import Conversations
 from lmstate.engine.options import check_length
 from lmstate.engine.prefix.picture import Prefix
 from lmstate.engine.request import Request
-from lmstate.engine.results import EngineClosed, ReplicaStatus, Reuse
+from lmstate.engine.results import NoReplica, ReplicaStatus, Reuse
 from lmstate.engine.session import Record, Session, check_name
 from lmstate.engine.tiers import RecordStore, open_tier
 from lmstate.engine.tiers.fetch import PatientRecords
@@ -41,8 +44,7 @@ from lmstate.vision.reader import PicturePrompt, PictureReader
 from lmstate.vision.tower import has_tower
 
 NO_STORE = "the replicas share no store, so that there are no sessions: start the server with --store URL"
-PATIENCE = 120.0  # seconds that an answer waits for Ray to replace the last replica
-NO_REPLICA = "no replica answers now"
+PATIENCE = 120.0  # seconds that a request waits for Ray to replace the last replica
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,7 @@ class ServingFront(Front):
                 return
             except ReplicaLost as error:
                 lost = error
-        raise lost or EngineClosed(NO_REPLICA)
+        raise lost or NoReplica()
 
     def load_session(self, name: str, path: str | os.PathLike[str], salt: str = "") -> Session:
         """As `Engine.load_session`, at the replica that the session's turns go to then."""
@@ -235,7 +237,7 @@ class ServingFront(Front):
         key = route_key([], session=name, tenant=salt)
         replica = next(self._remote_by_choice(key), None)
         if replica is None:
-            raise EngineClosed(NO_REPLICA)
+            raise NoReplica()
         replica.load_session(name, Path(path), salt)
         if (session := self.find_session(name, salt)) is None:
             raise StateError(f"session {name!r} was closed while it was loaded")
@@ -313,19 +315,21 @@ class ServingFront(Front):
         )
 
     def embed(self, tokens: Sequence[int], pooling: str = "mean") -> Future[Tensor]:
-        """As `Engine.embed`, at the replica that is estimated to read it soonest."""
+        """As `Engine.embed`, at the replica that is estimated to read it soonest. Waits for one as `submit` does."""
         ids = token_ids(tokens, "the text", self.model.config.vocab_size)
         check_length(self.model, ids)
         return self._loop.start(self._embedded(ids, pooling))
 
     async def _embedded(self, tokens: list[int], pooling: str) -> Tensor:
-        lost: ReplicaLost | None = None
-        for replica in self._remote_by_choice(route_key(tokens)):
-            try:
-                return await replica.embed(tokens, pooling)
-            except ReplicaLost as error:
-                lost = error
-        raise lost or EngineClosed(NO_REPLICA)
+        until = monotonic() + self._patience
+        while True:
+            for replica in self._remote_by_choice(route_key(tokens)):
+                with suppress(ReplicaLost):
+                    return await replica.embed(tokens, pooling)
+            if monotonic() >= until:
+                raise NoReplica()
+            self._refuse_ending()
+            await asyncio.sleep(LOOK)
 
     def replica_statuses(self) -> list[ReplicaStatus]:
         """The replicas that are not lost, by rank."""
@@ -355,13 +359,6 @@ class ServingFront(Front):
             raise ValueError(f"there is no replica of rank {rank}; expected one of {sorted(replicas)}")
         return self.drain_replica(replicas[rank].id, seconds)
 
-    def drain(self, seconds: float = 0.0) -> bool:
-        """Take no more requests; those that run are told that the server ends."""
-        self.refuse_closed()
-        for replica in self.replicas:
-            replica.close()
-        return True
-
     def close(self) -> None:
         """Close it, the store, and the replicas if they are its own."""
         super().close()
@@ -375,7 +372,7 @@ class ServingFront(Front):
 
     def _home(self, tokens: Sequence[int], salt: str) -> RemoteReplica:
         if (replica := next(self._remote_by_choice(route_key(tokens, tenant=salt)), None)) is None:
-            raise EngineClosed(NO_REPLICA)
+            raise NoReplica()
         return replica
 
     def _remote_by_choice(self, key: RouteKey) -> Iterator[RemoteReplica]:

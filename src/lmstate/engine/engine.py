@@ -372,7 +372,7 @@ class Engine:
         return self.new_session(name, record, salt)
 
     def save_session(self, record: Record, path: Path, salt: str = "", name: str | None = None) -> None:
-        """Write a snapshot with a session's record in its notes. `name`: of the session, if it has one."""
+        """See `SessionHost.save_session`."""
         snapshot = self._called(lambda _: self._held(record.prompt, salt).snapshot(0))
         replace(snapshot, notes=record.to_json()).save(path)
 

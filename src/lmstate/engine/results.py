@@ -21,6 +21,13 @@ class EngineClosed(EngineError):
     """The engine was closed: it takes no more requests."""
 
 
+class NoReplica(EngineClosed):
+    """Of the replicas behind a front none takes requests now."""
+
+    def __init__(self) -> None:
+        super().__init__("no replica takes requests now: all are lost or are being drained; try again in a moment")
+
+
 class Drained(EngineError):
     """The engine was drained before the request ended. `submit(..., answered=)` goes on with it elsewhere."""
 

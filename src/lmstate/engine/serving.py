@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lmstate.engine.session import SessionHost
 from lmstate.language_model import DescribedModel
+from lmstate.vision.reader import SeeingModel
 
 if TYPE_CHECKING:
     from lmstate.engine.prefix.picture import Prefix
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
     from lmstate.models.config import ModelConfig
     from lmstate.models.describe import WeightTotals
     from lmstate.speculation import DraftReport
-    from lmstate.vision.reader import PicturePrompt, PictureReader
+    from lmstate.vision.reader import PicturePrompt
 
 
-class ServingModel(DescribedModel, Protocol):
+class ServingModel(DescribedModel, SeeingModel, Protocol):
     """A model that computes elsewhere; `lmstate.Model` is one too."""
 
     @property
@@ -53,10 +54,6 @@ class ServingModel(DescribedModel, Protocol):
     @property
     def sees(self) -> bool:
         """Whether it takes pictures, as far as its files tell without reading the vision tower."""
-        ...
-
-    def pictures(self) -> PictureReader:
-        """The reader of its pictures. Raises as `lmstate.Model.encode` does."""
         ...
 
 

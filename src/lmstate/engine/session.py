@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol, get_args
@@ -15,14 +15,14 @@ from uuid import uuid4
 from lmstate.engine.request import Request
 from lmstate.engine.results import EngineError, StoreUnreachable
 from lmstate.engine.tiers.records import CHANGES, SavedSession
-from lmstate.errors import RewindError, StateError
+from lmstate.errors import EmbeddingsGone, RewindError, StateError
 from lmstate.generation.prompts import are_messages
 from lmstate.generation.row import Finish
 from lmstate.state import MediaSpan
 from lmstate.state.media import spans_from_json, spans_to_json
 from lmstate.state.validate import whole_number
 from lmstate.text.nesting import refuse_deep
-from lmstate.vision.reader import PicturePrompt
+from lmstate.vision.reader import PicturePrompt, SeeingModel, pictures_of
 from lmstate.vision.stored import to_json, with_bytes
 
 MARKS = 64
@@ -105,6 +105,19 @@ class Record:
         self.answers = [answer for answer in self.answers if answer.stop <= to.tokens]
         self.media = [span for span in self.media if span.end <= to.tokens]
 
+    def seen_again(self, model: SeeingModel) -> Record:
+        """The record with the embeddings of its pictures, which the tower makes again of the files in its messages.
+
+        Raises EmbeddingsGone where the messages do not have them, and as `PictureReader.texts`.
+        """
+        gone = "the session has pictures whose embeddings were let go, and its messages"
+        if not (files := pictures_of(self.messages)):
+            raise EmbeddingsGone(f"{gone} do not have their files: give them again, or save it where it was answered")
+        media = list(model.pictures().texts(files).prompt(self.tokens).media)
+        if media != self.media:
+            raise EmbeddingsGone(f"{gone} have files that this model sees otherwise: save it where it was answered")
+        return replace(self, media=media)
+
     def to_json(self) -> str:
         turns, marks = ([[at.tokens, at.messages] for at in moments] for moments in (self.turns, self.marks))
         told = {"messages": self.messages, "turns": turns, "marks": marks}
@@ -158,6 +171,9 @@ class SessionHost(Protocol):
     """The part of an engine that its sessions use."""
 
     @property
+    def model(self) -> SeeingModel: ...
+
+    @property
     def chats(self) -> bool: ...
 
     def submit(self, prompt: Any, *, session: Any, **options: Any) -> Request: ...
@@ -170,7 +186,12 @@ class SessionHost(Protocol):
 
     def new_session(self, name: str, record: Record, salt: str) -> Session: ...
 
-    def save_session(self, record: Record, path: Path, salt: str, name: str | None = None) -> None: ...
+    def save_session(self, record: Record, path: Path, salt: str, name: str | None = None) -> None:
+        """Write a snapshot with a session's record in its notes. `name`: of the session, if it has one.
+
+        Raises EmbeddingsGone where a picture would have to be read, and the record has only its name.
+        """
+        ...
 
     def close_session(self, session: Session) -> None: ...
 
@@ -271,7 +292,10 @@ class Session:
         """Write a snapshot file (see `Snapshot.save`) from which `Engine.load_session` goes on, here or elsewhere."""
         with self._resting() as record:
             copy = record
-        self._engine.save_session(copy, Path(path), self.salt, self.name)
+        try:
+            self._engine.save_session(copy, Path(path), self.salt, self.name)
+        except EmbeddingsGone:  # the record came from the store, and its state is not in memory
+            self._engine.save_session(copy.seen_again(self._engine.model), Path(path), self.salt, self.name)
 
     def close(self) -> None:
         """Forget the session; what was computed for it may go. Ends a request that runs. It takes no others then."""

@@ -10,7 +10,15 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from lmstate.errors import CapacityError, PendingError, RewindError, SnapshotError, StateError, UnsupportedError
+from lmstate.errors import (
+    CapacityError,
+    EmbeddingsGone,
+    PendingError,
+    RewindError,
+    SnapshotError,
+    StateError,
+    UnsupportedError,
+)
 from lmstate.ops.types.block_table import KVBlock
 from lmstate.state.changes import Changes
 from lmstate.state.device import DeviceResult, DeviceSteps
@@ -449,7 +457,7 @@ class State:
         if not isinstance(media, Media):
             raise StateError(f"{where}; {media!r:.80} is not a Media: make one with Media.of")
         if media.embeddings is None:
-            raise StateError(f"{where}; its embeddings were let go: make it again")
+            raise EmbeddingsGone(f"{where}; its embeddings were let go: make it again")
         if (why := self._refuses_media(media)) is not None:
             raise UnsupportedError(f"{where}; {why}")
         spans = tuple(span for span in own.media if span.at != at or span.media != media)

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lmstate.errors import ModelError, StateError
 from lmstate.state.media import MediaSpan, identities
@@ -123,6 +123,14 @@ class PictureReader:
         if self.tower.family in BEGUN:
             return str(self.processor.image_token)
         return self.tokenizer.decode([self.tower.placeholder], skip_special_tokens=False)
+
+
+class SeeingModel(Protocol):
+    """A model that may take pictures."""
+
+    def pictures(self) -> PictureReader:
+        """The reader of its pictures. Raises as `lmstate.Model.encode` does."""
+        ...
 
 
 class PicturedTexts:

@@ -81,12 +81,15 @@ def is_ollama(path: str) -> bool:
 def as_api_error(error: Exception) -> ApiError:
     """A failure of the engine or the model as the client is told of it; others are a 500 that tells nothing."""
     from lmstate.engine import Drained, EngineClosed, QueueFull, SessionBusy, SessionMoved, StoreUnreachable
+    from lmstate.engine.results import NoReplica
 
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):
         message = "as many requests wait as this server holds (--queue): try again in a moment"
         return ApiError(message, 429, code="queue_full", retry_after=1)
+    if isinstance(error, NoReplica):
+        return ApiError(str(error), 503, code="no_replica", retry_after=5)
     if isinstance(error, EngineClosed | Drained):
         return ApiError("the server is shutting down", 503, code="shutting_down", retry_after=5)
     if isinstance(error, StoreUnreachable) and not _disk_is_full(error.__cause__):
