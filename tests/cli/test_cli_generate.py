@@ -445,6 +445,28 @@ def test_a_source_is_answered_as_generate_answers_it(runner: CliRunner, tmp_path
         assert result.exit_code == 2 and "--source begins an answer" in result.stderr
 
 
+def test_beams_answer_a_source_as_generate_does(runner: CliRunner, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    theirs = auto(made := ENCODERS["t5"](vocab_size=300)).from_config(made, dtype=torch.float32)
+    randomize(theirs)
+    theirs.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    model = lmstate.load(tmp_path, weights="float32")
+    asked = ["generate", str(tmp_path), "--weights", "float32", "-n", "8", "--source", "The cat sleeps."]
+    given: dict[str, Any] = {"num_beams": 4, "length_penalty": 2.0, "early_stopping": True}
+    beams = ["--num-beams", "4", "--length-penalty", "2", "--early-stopping"]
+    text = model.generate(source="The cat sleeps.", max_new_tokens=8, **given)
+    result = runner.invoke(app, [*asked, *beams, "--json"])
+    assert result.exit_code == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert told["text"] == text != model.generate(source="The cat sleeps.", max_new_tokens=8)
+    assert told["usage"]["generated"] == len(told["ids"]) and told["finished"] in ("eos", "length")
+    assert runner.invoke(app, [*asked, *beams]).stdout == text + "\n"
+    for refused in (["-t", "0.5"], ["--regex", "a"], ["--draft", "text"], ["--num-beams", "1"], ["-n", "0"]):
+        result = runner.invoke(app, [*asked, *beams, *refused])
+        assert result.exit_code == 2 and "beam search" in result.stderr, (refused, result.stderr)
+
+
 def test_a_source_for_a_model_without_an_encoder_is_refused(model: FakeModel, runner: CliRunner) -> None:
     result = runner.invoke(app, ["generate", "m", "--source", "x"])
     assert result.exit_code == 1 and "has no encoder" in result.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from lmstate.cli.chat.messages import Message
-    from lmstate.generation import Generation, RowPiece
+    from lmstate.generation import BeamSearch, Generation, RowPiece
     from lmstate.models.model import Model
     from lmstate.state import State
 
@@ -65,6 +65,9 @@ def generate(
     stop_token_id: options.StopTokens = None,
     ignore_eos: options.IgnoreEos = False,
     min_tokens: options.MinTokens = 0,
+    num_beams: options.NumBeams = 1,
+    length_penalty: options.LengthPenalty = 1.0,
+    early_stopping: options.EarlyStopping = False,
     thinking_budget: options.ThinkingBudget = None,
     json_schema: options.AnswerSchema = None,
     regex: options.AnswerRegex = None,
@@ -114,7 +117,7 @@ def generate(
       lmstate generate smollm2 --raw -f book.txt -n 0 --save-state book.lmstate
       lmstate generate smollm2 --state book.lmstate "In one sentence, the book says" --json
       lmstate generate smollm2 "A river, as JSON." --json-schema @river.json
-      lmstate generate opus-mt-en-de/ --source "The cat sleeps."
+      lmstate generate opus-mt-en-de/ --source "The cat sleeps." --num-beams 4
       lmstate generate Qwen/Qwen2-VL-2B-Instruct --image screen.png "What does the error say?"
     """
     # Importing torch takes seconds: mistakes are told before, wherever they can be.
@@ -146,7 +149,7 @@ def generate(
         raise typer.BadParameter("--logprobs are part of the object of --json: give both")
     from lmstate.cli.chat.branches import with_messages
     from lmstate.cli.progress import warn_of_length
-    from lmstate.generation import Generation, SamplingParams
+    from lmstate.generation import BeamParams, BeamSearch, Generation, SamplingParams
     from lmstate.generation.params import sampling_params
     from lmstate.generation.prompts import with_source
     from lmstate.vision.pictures import picture_file
@@ -170,6 +173,12 @@ def generate(
         params = SamplingParams(**limits)  # before a model is loaded for nothing
         params.check_together()
         _ = params.constraint
+        beams = BeamParams(num_beams=num_beams, length_penalty=length_penalty, early_stopping=early_stopping)
+        if num_beams > 1:
+            BeamSearch.check_params(replace(params, temperature=temperature or 0.0))
+            temperature = 0.0
+            if draft not in ("auto", "none"):
+                raise ValueError("--draft was given, and a beam search verifies no drafts")
     sampling = options.SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     kv = options.kv_storage(kv_bits)
     pictures = [picture_file(path) for path in image or ()]
@@ -185,8 +194,12 @@ def generate(
     held = request.state.lengths[0]
     warn_of_length(loaded, held, held + len(request.ids))
     params = sampling_params(sampling.of(loaded), limits)
-    params = params.compiled(loaded, None if request.messages is None else request.ids)
-    generation = Generation(loaded, [request.ids], request.state, params, draft=options.load_drafter(draft, device))
+    generation: Generation | BeamSearch
+    if num_beams > 1:
+        generation = BeamSearch(loaded, [request.ids], request.state, params, beams=beams)
+    else:
+        params = params.compiled(loaded, None if request.messages is None else request.ids)
+        generation = Generation(loaded, [request.ids], request.state, params, draft=options.load_drafter(draft, device))
     with closing(cast("Generator[RowPiece]", iter(generation))) as pieces:
         texts = (piece.text for piece in pieces)
         stopped = collect(texts) if as_json else write_pieces(texts)
@@ -263,10 +276,13 @@ def _go_on(
     return GenerateRequest(state, align(state, model.encode(messages, add_generation_prompt=True)), messages)
 
 
-def _result(generation: Generation, prompt: int) -> dict[str, object]:
+def _result(generation: Generation | BeamSearch, prompt: int) -> dict[str, object]:
     """Output of --json. ids: those of the answer that the state holds, so none of a stop string."""
-    report = generation.report()
-    told = None if generation.params.logprobs is None else [each._asdict() for each in generation.logprobs[0]]
+    from lmstate.generation import BeamSearch
+
+    report, told = generation.report(), None
+    if not isinstance(generation, BeamSearch) and generation.params.logprobs is not None:
+        told = [each._asdict() for each in generation.logprobs[0]]
     return {
         "text": generation.texts[0],
         "ids": generation.state.tokens(0)[prompt:],

@@ -114,6 +114,16 @@ Frequency = Annotated[float, typer.Option("--frequency-penalty", help="The same,
 LogitBias = Annotated[
     list[str] | None, typer.Option("--logit-bias", metavar="ID=NUMBER", help="Add to a token's logit. Repeatable.")
 ]
+NumBeams = Annotated[
+    int,
+    typer.Option("--num-beams", min=1, help="Search this many answers at a time for the most likely; 1: no search."),
+]
+LengthPenalty = Annotated[
+    float, typer.Option("--length-penalty", help="Above 0, a beam search favors long answers; below 0 short ones.")
+]
+EarlyStopping = Annotated[
+    bool, typer.Option("--early-stopping", help="A beam search ends with as many finished answers as beams.")
+]
 ThinkingBudget = Annotated[
     int | None, typer.Option("--thinking-budget", min=0, help="End the thinking section after this many tokens.")
 ]

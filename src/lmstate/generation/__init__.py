@@ -1,5 +1,6 @@
 """Text from a model: sampling, stop strings and the one generation loop."""
 
+from lmstate.generation.beams import BeamParams, BeamSearch
 from lmstate.generation.generate import Generation, generate, stream
 from lmstate.generation.grammar import Grammar
 from lmstate.generation.logprobs import TokenLogprob
@@ -8,6 +9,8 @@ from lmstate.generation.report import Report, RowPiece
 from lmstate.generation.sampling import Sampler
 
 __all__ = [
+    "BeamParams",
+    "BeamSearch",
     "Generation",
     "Grammar",
     "Report",

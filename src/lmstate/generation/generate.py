@@ -17,14 +17,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lmstate.errors import CapacityError, PendingError
+from lmstate.errors import CapacityError
+from lmstate.generation.beams import BeamParams, BeamSearch
 from lmstate.generation.logprobs import TokenLogprob
 from lmstate.generation.params import sampling_params
-from lmstate.generation.prompts import Prompt, are_messages, as_token_lists, with_source
+from lmstate.generation.prompts import Prompt, are_messages, as_token_lists, check_prompts, with_source
 from lmstate.generation.report import Report, RowPiece
 from lmstate.generation.row import AnswerRow, most_likely
 from lmstate.generation.sampling import Sampler
@@ -71,7 +72,7 @@ class Generation:
         self.params = params
         self.state = model.new_state(rows=len(prompts)) if state is None else state
         self.prompts = [token_ids(prompt, f"prompt {row}") for row, prompt in enumerate(prompts)]
-        self._check_prompts()
+        check_prompts(self.prompts, self.state)
         # Tokens queued by an earlier call, or rewound past the window, are computed together with the prompt.
         queued = sum(self.state.rewind_cost(row, length) for row, length in enumerate(self.state.lengths))
         self._fed = queued + sum(map(len, self.prompts))
@@ -267,22 +268,6 @@ class Generation:
         for row in self._rows:
             row.end("length")
 
-    def _check_prompts(self) -> None:
-        if any(self.state.pending):
-            raise PendingError(
-                f"cannot generate: the rows have {self.state.pending} pending tokens; call commit or discard first"
-            )
-        if len(self.prompts) != self.state.rows:
-            raise ValueError(
-                f"{len(self.prompts)} prompt(s) for a state of {self.state.rows} row(s): give one prompt for every row "
-                "(an empty one continues what the row holds)"
-            )
-        for row, prompt in enumerate(self.prompts):
-            if not prompt and not self.state.lengths[row]:
-                raise ValueError(
-                    f"the prompt of row {row} is empty and the row holds no tokens: there is nothing to continue"
-                )
-
 
 def generate(
     model: LanguageModel,
@@ -293,6 +278,10 @@ def generate(
     source: Prompt | None = None,
     draft: DraftChoice = "auto",
     return_ids: bool = False,
+    num_beams: int = 1,
+    length_penalty: float = 1.0,
+    early_stopping: bool | Literal["never"] = False,
+    num_return_sequences: int = 1,
     **changes: Any,
 ) -> Any:
     """The text that the model continues `prompt` with; for a list of prompts a list of texts, from one ragged batch.
@@ -310,6 +299,8 @@ def generate(
                     text and its probabilities are those without drafts, and how deep to draft is measured
     return_ids      give the answer's token ids instead of its text: a list of ids, or for a list of prompts a list of
                     these. A model without a tokenizer takes ids and needs this
+    num_beams       2 or more: a beam search, with `length_penalty`, `early_stopping` and `num_return_sequences` as in
+                    `BeamParams`. For 2 or more sequences an answer is the list of these. Nothing is sampled or drafted
 
     With `logprobs=k` it returns (the answers, a list of `TokenLogprob` for each), of the tokens that the text is of.
 
@@ -322,6 +313,17 @@ def generate(
         state, prompts, single = with_source(model, source, prompt, state)
     else:
         prompts, single = as_token_lists(model.tokenizer if model.has_tokenizer else None, prompt, state)
+    beams = BeamParams(
+        num_beams=num_beams,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
+        num_return_sequences=num_return_sequences,
+    )
+    if beams.num_beams > 1:
+        if draft not in ("auto", "none", None):
+            raise ValueError("draft was given, and a beam search verifies no drafts: leave out draft or num_beams")
+        found = BeamSearch(model, prompts, state, params, beams=beams, **changes).best(return_ids)
+        return found[0] if single else found
     params = sampling_params(params, changes).compiled(model, prompts[0] if are_messages(prompt) else None)
     generation = Generation(model, prompts, state, params, draft=draft)
     for _ in generation:

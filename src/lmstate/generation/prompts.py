@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from torch import Tensor
 
-from lmstate.errors import StateError, UnsupportedError
+from lmstate.errors import PendingError, StateError, UnsupportedError
 from lmstate.state.validate import token_ids
 
 if TYPE_CHECKING:
@@ -109,6 +109,24 @@ def read_sources(
     if len(begins) != len(sources):
         raise ValueError(f"{len(begins)} prompt(s) for {len(sources)} source(s): give as many, or none")
     return sources, [[model.start_id, *ids] for ids in begins], single
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], state: State) -> None:
+    """Raise `PendingError` where a state awaits a verdict, ValueError for prompts that do not fit its rows."""
+    if any(state.pending):
+        raise PendingError(
+            f"cannot generate: the rows have {state.pending} pending tokens; call commit or discard first"
+        )
+    if len(prompts) != state.rows:
+        raise ValueError(
+            f"{len(prompts)} prompt(s) for a state of {state.rows} row(s): give one prompt for every row "
+            "(an empty one continues what the row holds)"
+        )
+    for row, prompt in enumerate(prompts):
+        if not prompt and not state.lengths[row]:
+            raise ValueError(
+                f"the prompt of row {row} is empty and the row holds no tokens: there is nothing to continue"
+            )
 
 
 def _are_ids(value: Any) -> bool:

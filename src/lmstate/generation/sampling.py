@@ -143,22 +143,22 @@ class TokenPicker:
 
     def pick(self, logits: Tensor, rows: Sequence[int]) -> list[int]:
         """The next token of each of `rows`. logits [len(rows), V] float32, in the order of `rows`."""
-        logits = self._adjusted(logits, rows)
+        logits = self.adjusted(logits, rows)
         if self.sampler.greedy:
             best, ids = ops.argmax(logits)
-            _check_numbers(bool((best > -math.inf).all()))
+            check_numbers(bool((best > -math.inf).all()))
             picked: list[int] = ids.tolist()
         else:
             uniform = torch.tensor([self.uniform(row) for row in rows], dtype=torch.float64)
             picked = ops.sample(logits, uniform, *self.sampler.filters).tolist()
-            _check_numbers(-1 not in picked)
+            check_numbers(-1 not in picked)
         for row, token in zip(rows, picked):
             self.take(row, token)
         return picked
 
     def distribution(self, logits: Tensor, row: int) -> Tensor:
         """The distribution that `pick` draws from: float64 [V], from logits [V]."""
-        logits = self._adjusted(logits[None], [row])
+        logits = self.adjusted(logits[None], [row])
         dense = torch.zeros(logits.shape[-1], dtype=torch.float64, device=logits.device)
         if self.sampler.greedy:
             dense[ops.argmax(logits)[1]] = 1.0
@@ -182,8 +182,8 @@ class TokenPicker:
             self.uniform(row)
         self.take(row, token)
 
-    def _adjusted(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        """`logits` with bias and penalties: itself if there are none, else a copy."""
+    def adjusted(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        """Logits `[len(rows), V]` with bias and penalties: themselves if there are none, else a copy."""
         sampler = self.sampler
         if not (sampler.logit_bias or sampler.counts_answer or sampler.repetition_penalty != 1.0):
             return logits
@@ -226,7 +226,8 @@ def _check(name: str, value: float | None, right: bool, range_: str) -> None:
         raise ValueError(f"{name} is {value!r}; it must be {range_}")
 
 
-def _check_numbers(right: bool) -> None:
+def check_numbers(right: bool) -> None:
+    """Raise ModelError unless it is `right` that logits are numbers, of which one is not minus infinity."""
     if not right:
         raise ModelError(
             "the logits are not numbers: the row has no tokens yet, or the model's weights or storage type overflow "
