@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 import lmstate
+from lmstate.files.safetensors import write_tensors
 
 # As an extension module does that is imported at that moment, the finder loses the exception.
 INTERRUPTED = """
@@ -94,6 +97,43 @@ def test_mistakes_are_told_without_torch() -> None:
     for (line, told), got in zip(TOLD.items(), done.stdout.splitlines(), strict=True):
         assert got.startswith(told), (line, got)
         assert "torch" not in got
+
+
+@pytest.mark.parametrize(
+    "line", ["models", "list", "cache list", "cache prune", "cache remove conversion", "ps --help"]
+)
+def test_tables_of_files_are_shown_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    monkeypatch.setenv("LMSTATE_CACHE", str(tmp_path))
+    for folder, source in (("a" * 32, "model"), ("b" * 32, "other")):
+        (tmp_path / folder).mkdir()
+        with (tmp_path / folder / "int4.safetensors").open("wb") as file:
+            write_tensors(file, {"x": torch.zeros(3)}, {"source": str(tmp_path / source)})
+    (tmp_path / "model").mkdir()
+    done = subprocess.run([sys.executable, "-c", MISTAKES], input=line, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0"], done.stdout
+    kept = {"cache prune": {"a" * 32}, "cache remove conversion": set()}.get(line, {"a" * 32, "b" * 32})
+    assert {path.name for path in tmp_path.iterdir() if len(path.name) == 32} == kept
+
+
+# What is imported is not searched for garbage; what is made later is.
+COLLECTED = """
+import gc, sys, lmstate, lmstate.cli
+
+usual, early = gc.get_threshold(), []
+
+def load(*_, **__):
+    imported, counted = gc.get_freeze_count() > 10**5, gc.get_threshold() == usual
+    raise ValueError(f"{early} {imported} {counted} {'torch' in sys.modules}")
+
+lmstate.load, sys.argv = load, ["lmstate", "bench", "smollm2", "--threads", "1"]
+gc.callbacks.append(lambda *_: early.append(len(sys.modules)) if gc.get_threshold() != usual else None)
+lmstate.cli.main()
+"""
+
+
+def test_no_garbage_is_looked_for_while_torch_is_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", COLLECTED], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "lmstate: [] True True True\n")
 
 
 def test_what_loads_models_imports_no_compiler() -> None:

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from lmstate.errors import ModelError
 from lmstate.files.atomic import atomic_write
-from lmstate.files.json_object import read_object
 from lmstate.files.safetensors import DTYPES, TensorFile
 from lmstate.ops.types.weight import Weight
 from lmstate.ops.weights.grouped import weight_from_tensors
@@ -37,7 +36,7 @@ SPARE_BYTES = 2**30  # leave this many bytes of the disk free
 class ConversionCache:
     """The matrices of one checkpoint in one storage, by the names that they were asked for with.
 
-    `source`: the checkpoint's path, which the file notes for `recorded_source`.
+    `source`: the checkpoint's path, which the file notes for `recorded.recorded_source`.
     """
 
     def __init__(self, path: Path, source: Path) -> None:
@@ -92,16 +91,6 @@ class ConversionCache:
                     "weights": json.dumps(shapes),
                 }
                 _save_tensors(self._path, tensors, metadata)
-
-
-def recorded_source(folder: Path) -> str | None:
-    """The path of the checkpoint that a folder of the cache was made of; None if nothing there tells."""
-    for path in sorted(folder.glob("*.safetensors")):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return str(TensorFile(path).metadata["source"])
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return str(read_object(folder / "memory.json")["path"])
-    return None
 
 
 def _open(path: Path) -> TensorFile | None:

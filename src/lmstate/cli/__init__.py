@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import os
 import signal
 import sys
+
+UNCOLLECTED = 10**6  # objects that importing torch makes at most
 
 
 def main() -> None:
@@ -14,8 +18,13 @@ def main() -> None:
         # Until a model is loaded there is nothing to undo, and of the modules that are imported some show a
         # KeyboardInterrupt as a traceback, and some lose it.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from lmstate.cli.output import DEBUG  # first: it notes the usual threshold
+
+    # Imported objects last. Searching them for garbage, again and again as they grow and once more at the end, takes a
+    # third of a second. `output.import_library` goes back to the usual threshold.
+    gc.set_threshold(UNCOLLECTED)
+    atexit.register(gc.freeze)
     from lmstate.cli.app import app
-    from lmstate.cli.output import DEBUG
 
     _open_streams()
     try:

@@ -36,8 +36,8 @@ class CacheFolder:
     @property
     def model(self) -> str:
         """The name that loads what was downloaded or converted; "unknown" where nothing tells."""
-        from lmstate.checkpoints.conversion_cache import recorded_source
         from lmstate.checkpoints.hub import name_of
+        from lmstate.checkpoints.recorded import recorded_source
 
         if self.kind == "download":
             return name_of(min(self.files)) if self.files else "unknown"
@@ -128,8 +128,8 @@ def prune() -> None:
     Examples:
       lmstate cache prune
     """
-    from lmstate.checkpoints.conversion_cache import recorded_source
     from lmstate.checkpoints.hub import cache_dir
+    from lmstate.checkpoints.recorded import recorded_source
 
     def lasts(source: str | None) -> bool:
         return source is not None and Path(source).exists()

@@ -32,7 +32,7 @@ def convert(
         raise typer.BadParameter(f"{out} is not empty: name a folder that is empty or not there")
     if not out.absolute().parent.is_dir():
         raise typer.BadParameter(f"{out}: there is no folder {out.absolute().parent}; make it first")
-    options.raise_interrupts()
+    options.import_library()
     from lmstate.converting import convert as write
 
     nbytes = write(model, out, weights.value, progress=sys.stderr.isatty())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmstate.cli import options
-from lmstate.cli.output import Interrupt, note, raise_interrupts
+from lmstate.cli.output import Interrupt, import_library, note
 
 if TYPE_CHECKING:
     from lmstate.training.finetune import FineTuning, TrainingReport
@@ -94,7 +94,7 @@ def finetune(
     from lmstate.training.documents import batches, read_entries, split, tokenize
     from lmstate.training.finetune import FinetuneSettings, FineTuning, locked, refuse_begun, refuse_used
 
-    raise_interrupts()
+    import_library()
     refuse_begun(out, resume)
     if not (resume or force):
         refuse_used(out)

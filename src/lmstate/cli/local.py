@@ -9,9 +9,7 @@ import sys
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
-from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +18,9 @@ from lmstate.cli.cache import entries
 from lmstate.cli.chat.command import chat
 from lmstate.cli.generate import generate
 from lmstate.cli.output import size, table
+
+if TYPE_CHECKING:
+    from urllib.error import HTTPError
 
 ANSWER_SECONDS = 10.0  # that a server has to tell its models
 Url = Annotated[str, typer.Option("--url", metavar="URL", help="The server; its key is LMSTATE_API_KEY.")]
@@ -155,6 +156,9 @@ def asked(url: str, body: dict[str, Any] | None = None, wait: float = 0.0) -> di
 
     `wait`: seconds that it may take beside the usual ones. Raises ConnectionError.
     """
+    from urllib.error import HTTPError, URLError
+    from urllib.request import Request, urlopen
+
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"--url {url!r} names no server; give http://HOST:PORT")
     key = os.environ.get("LMSTATE_API_KEY", "").strip()

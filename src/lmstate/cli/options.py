@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from lmstate.cli.output import raise_interrupts
+from lmstate.cli.output import import_library
 
 if TYPE_CHECKING:
     from lmstate.generation import Sampler
@@ -185,7 +185,7 @@ def load_model(
     import lmstate
     from lmstate.cli.progress import PromptProgress
 
-    raise_interrupts()
+    import_library()
     set_threads(threads)
     model = lmstate.load(
         name, weights=weights.value, adapter=adapter, device=device, heads=draft == "heads" or published_head(draft),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,13 +14,18 @@ if TYPE_CHECKING:
 
 
 DEBUG = "LMSTATE_DEBUG"  # set to anything: errors show their traceback
+COLLECTED = gc.get_threshold()
 CLEAR = "\r\033[K"  # of a terminal's line: a progress that was cut short may stand there
 
 
-def raise_interrupts() -> None:
-    """Have Ctrl-C raise KeyboardInterrupt from here on, where it ended the program (`cli.main`)."""
-    import lmstate.loading  # noqa: F401 - what is to be imported is imported before
+def import_library() -> None:
+    """Import torch and what loads models. From here on Ctrl-C raises KeyboardInterrupt, where it ended the program
+    (`cli.main`), and garbage is collected, of what is made from here on."""
+    import lmstate.loading  # noqa: F401
 
+    if gc.get_threshold() != COLLECTED:  # once: garbage of a later moment is not to last
+        gc.freeze()
+        gc.set_threshold(*COLLECTED)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lmstate.errors import ModelError
-from lmstate.files.mmap_file import open_regular
+from lmstate.files.regular import open_regular
 
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 MOST_BYTES = 256 * 2**20  # the largest tokenizer.json in use is near 35 MB

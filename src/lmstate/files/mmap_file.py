@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import mmap
-import os
-import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import ModelError
+from lmstate.files.regular import open_regular
 
 SAMPLES, SAMPLE_BYTES = 16, 16 * 1024
 
@@ -71,19 +67,6 @@ class ReadFile:
             if self._file.readinto(out.view(-1).view(torch.uint8).numpy()) != out.nbytes:  # type: ignore[attr-defined]
                 raise ModelError(f"{self.path} ended while it was read; another process writes to it")
         return out
-
-
-@contextmanager
-def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading. Raises `OSError`, and `ModelError` for anything but a file: a pipe would wait for
-    ever."""
-    if os.path.isdir(path):  # `fdopen` would name its handle
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    with os.fdopen(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise ModelError(f"{path} is not a regular file")
-        yield file
 
 
 def fingerprint(paths: list[Path]) -> str:

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import ModelError
-from lmstate.files.json_object import parse_object
 from lmstate.files.mmap_file import FileBuffer, MappedFile, ReadFile
+from lmstate.files.tensor_header import damaged, header_of
 
-MOST_HEADER_BYTES = 100 * 10**6  # the format's own limit
 MOST_DIMENSIONS = 8
 MOST_ELEMENTS = 2**48
 
@@ -69,27 +68,19 @@ class TensorFile:
 
     def _read_header(self) -> tuple[dict[str, TensorEntry], dict[str, str]]:
         size = self._file.size
-        if size < 10:
-            raise self._damaged(f"it has only {size} bytes")
-        (length,) = struct.unpack("<Q", self._file.bytes(0, 8))
-        if not 2 <= length <= min(size - 8, MOST_HEADER_BYTES):
-            raise self._damaged(f"its header claims {length} bytes and the file has {size}")
-        header = parse_object(self._file.bytes(8, 8 + length), f"the header of {self.path}")
-        metadata = header.pop("__metadata__", None) or {}
-        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-            raise self._damaged("its metadata is not a table of strings")
+        header, metadata, data = header_of(self._file.bytes, size, self.path)
         entries, spans = {}, []
         for name, fields in header.items():
             dtype, shape, begin, end = self._entry(name, fields)
-            entries[name] = TensorEntry(dtype, shape, 8 + length + begin)
+            entries[name] = TensorEntry(dtype, shape, data + begin)
             spans.append((begin, end, name))
         reached = 0
         for begin, end, name in sorted(spans):
             if begin != reached:
                 raise self._damaged(f"tensor {name[:80]!r} begins at byte {begin} of the data instead of {reached}")
             reached = end
-        if 8 + length + reached != size:
-            raise self._damaged(f"its tensors end at byte {8 + length + reached} and the file at {size}")
+        if data + reached != size:
+            raise self._damaged(f"its tensors end at byte {data + reached} and the file at {size}")
         return entries, metadata
 
     def _entry(self, name: str, fields: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
@@ -114,7 +105,7 @@ class TensorFile:
         return dtype, tuple(shape), offsets[0], offsets[1]
 
     def _damaged(self, what: str) -> ModelError:
-        return ModelError(f"{self.path} is damaged or incomplete: {what}. Make or download it again")
+        return damaged(self.path, what)
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lmstate.errors import ModelError, SnapshotError
 from lmstate.files.atomic import atomic_write
-from lmstate.files.mmap_file import MappedFile, ReadFile, open_regular
+from lmstate.files.mmap_file import MappedFile, ReadFile
+from lmstate.files.regular import open_regular
 from lmstate.files.safetensors import TensorFile, write_tensors
 
 MOST_TOKENS = 2**31

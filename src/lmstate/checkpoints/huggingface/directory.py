@@ -14,7 +14,8 @@ from lmstate.checkpoints.huggingface.packed import find as packed_matrices
 from lmstate.checkpoints.source import GroupedQuant, dtype_name
 from lmstate.errors import ModelError
 from lmstate.files.json_object import read_object
-from lmstate.files.mmap_file import fingerprint, open_regular
+from lmstate.files.mmap_file import fingerprint
+from lmstate.files.regular import open_regular
 from lmstate.files.safetensors import TensorFile
 from lmstate.text.tokenizer import TokenizerFiles
 

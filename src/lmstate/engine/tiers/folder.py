@@ -35,7 +35,7 @@ from lmstate.engine.tiers.tier import (
 from lmstate.errors import ModelError, SnapshotError
 from lmstate.files.atomic import STALE_SECONDS
 from lmstate.files.blob_folder import BlobFolder
-from lmstate.files.mmap_file import open_regular
+from lmstate.files.regular import open_regular
 from lmstate.files.sqlite_schema import unusable
 
 MOST_NEW = 256  # entries of other processes that are taken at a time

@@ -1,21 +1,20 @@
-"""The families that lmstate runs: one small file each, and a line in this table."""
+"""The families that lmstate runs: one small file each, and a line in this table.
+
+The table is read without torch; `build` imports it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lmstate.checkpoints.config import Config
-from lmstate.checkpoints.loader import WeightLoader
-from lmstate.checkpoints.renamed import require_head
-from lmstate.checkpoints.text_model import TextModelSource
 from lmstate.errors import ModelError
-from lmstate.models.families.builders.defaults import completed
-from lmstate.models.fingerprint import instances
-from lmstate.models.layers.rope import Rope, stretched
-from lmstate.models.model import Model
+
+if TYPE_CHECKING:
+    from lmstate.checkpoints.loader import WeightLoader
+    from lmstate.models.model import Model
 
 # model_type of a config -> the module that builds it.
 FAMILIES = {
@@ -189,6 +188,12 @@ def build(w: WeightLoader) -> Model:
     Raises `ModelError` for a family that is not in the table, for a checkpoint without a head, and where prediction
     heads are wanted and there are none.
     """
+    from lmstate.checkpoints.config import Config
+    from lmstate.checkpoints.renamed import require_head
+    from lmstate.checkpoints.text_model import TextModelSource
+    from lmstate.models.families.builders.defaults import completed
+    from lmstate.models.layers.rope import stretched
+
     whole = w.config.fields("thinker_config", default=w.config) or w.config  # of a model that also speaks
     text, family = whole.fields("text_config"), w.config.str("model_type", default="")
     if text is None and family in FLAT:
@@ -218,6 +223,9 @@ def build(w: WeightLoader) -> Model:
 
 def _context_size(model: Model, asked: int | None) -> int | None:
     """Tokens that texts may have. Raises `ModelError` for more than the model was made for, and is not stretched to."""
+    from lmstate.models.fingerprint import instances
+    from lmstate.models.layers.rope import Rope
+
     made_for = model.config.max_positions
     if asked is None or made_for is None or asked <= made_for:
         return asked or made_for
