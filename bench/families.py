@@ -45,7 +45,7 @@ LEFT_OUT = {
          "plbart", "prophetnet", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm",
          "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod", "hrm_text"), ENCODER),
     **dict.fromkeys(
-        ("moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody", "trocr", "whisper", "git", "got_ocr2",
+        ("moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody", "trocr", "git", "got_ocr2",
          "emu3", "fuyu", "blt", "mllama"), SPEECH),
     **dict.fromkeys(
         ("deepseek_v4", "dots3_note", "dots3_note_text", "hy_v4", "minimax_m3_vl_text",
@@ -58,7 +58,7 @@ LEFT_OUT = {
          "phi4_multimodal", "zamba"), NEXT),
 }  # fmt: skip
 WITH_SOURCE = "with a source"  # of modules whose models have an encoder
-ENCODERS = ("bart", "t5")
+ENCODERS = ("bart", "t5", "whisper")
 # Types of wrappers, and of the same model under another name -> the family that runs them.
 LOADED_AS = {
     "gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "gemma4": "gemma4_text", "llama4": "llama4_text",

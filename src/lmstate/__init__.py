@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lmstate.generation import SamplingParams
     from lmstate.loading import load
     from lmstate.models.model import Model
-    from lmstate.state import BlockPool, Media, Snapshot, SnapshotFolder, State
+    from lmstate.state import BlockPool, Media, Snapshot, SnapshotFolder, SourceFeatures, State
     from lmstate.threads import set_threads
 
 __version__ = "0.1.0"
@@ -49,6 +49,7 @@ __all__ = [
     "Snapshot",
     "SnapshotError",
     "SnapshotFolder",
+    "SourceFeatures",
     "State",
     "StateError",
     "UnsupportedError",
@@ -66,6 +67,7 @@ _LAZY = {
     "SamplingParams": "lmstate.generation",
     "Snapshot": "lmstate.state",
     "SnapshotFolder": "lmstate.state",
+    "SourceFeatures": "lmstate.state",
     "State": "lmstate.state",
     "load": "lmstate.loading",
     "set_threads": "lmstate.threads",

@@ -33,7 +33,7 @@ from tests.cluster.test_front import check
 from tests.state.test_media import PLACEHOLDER, has_axes, picture
 from tests.vision.test_encode import png, said, saved, saved_with_axes
 from tests.waiting import wait_until
-from tests.zoo import ours, text
+from tests.zoo import ours, source, text
 
 GIVEN: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True, "temperature": 1.2, "seed": 7, "n": 2}
 
@@ -195,13 +195,14 @@ def test_uploads_follow_each_other_and_are_bounded(monkeypatch: pytest.MonkeyPat
     assert not uploads._open and uploads._folder is not None and not os.listdir(uploads._folder.name)
 
 
-@pytest.mark.parametrize("case", ["bart", "t5"])
+@pytest.mark.parametrize("case", ["bart", "t5", "whisper"])
 def test_an_answer_to_a_source_outlives_its_replica(case: str) -> None:
-    model, source = ours(case), text(70, seed=4)[0].tolist()
+    model = ours(case)
+    given_source = source(model, 70, seed=4)
     with Engine(model) as alone, fleet(Engine(model), Engine(model)) as (cluster, channels):
         for begun in (None, text(41)[0].tolist()):
-            whole = alone.submit(begun, source=source, **GIVEN)
-            given = {"prompt": begun, "source": source, **GIVEN}
+            whole = alone.submit(begun, source=given_source, **GIVEN)
+            given = {"prompt": begun, "source": given_source, **GIVEN}
             moved(cluster, channels, 15, whole, partial(cluster.front.submit, **given))
         for bad, why in (
             ({"source": [[5], [6]]}, "one source"),

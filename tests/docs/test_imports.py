@@ -15,7 +15,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"files"},
         {"ops"},
         {"state", "text"},
-        {"checkpoints", "language_model", "threads", "vision"},
+        {"audio", "checkpoints", "language_model", "threads", "vision"},
         {"speculation"},
         {"generation"},
         {"models", "kv"},
@@ -62,7 +62,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"manifest"},
     ],
     "lmstate.state": [
-        {"blocks", "changes", "gradients", "inference_mode", "validate"},
+        {"blocks", "changes", "gradients", "inference_mode", "sources", "validate"},
         {"media"},
         {"step", "rows", "tree"},
         {"layer_file", "pending"},

@@ -13,9 +13,10 @@ from lmstate.engine.options import refuse_sources
 from lmstate.generation.sampling import Sampler
 from lmstate.vision.reader import PicturePrompt
 from tests.engine.test_pictures import OPTIONS, alone
-from tests.zoo import ours, text
+from tests.zoo import ours, source, text
 
-SOURCES = [tuple(text(length, seed=length)[0].tolist()) for length in (5, 70, 33)]
+LENGTHS = (5, 70, 33)
+SOURCES = [tuple(text(length, seed=length)[0].tolist()) for length in LENGTHS]
 BEGUN = text(41)[0].tolist()
 
 
@@ -33,11 +34,12 @@ class Encodings:
         monkeypatch.setattr(kind, "encoded", counted)
 
 
-@pytest.mark.parametrize("case", ["bart", "t5", "m2m_100"])
+@pytest.mark.parametrize("case", ["bart", "t5", "m2m_100", "whisper"])
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_answers_are_those_of_each_source_alone(case: str, kind: str, tmp_path: Path) -> None:
     """The same beginning of an answer with other sources, and other beginnings with one, in rows beside each other."""
     model, luck = ours(case), random.Random(f"{case} {kind}")
+    sources = [source(model, length, seed=length) for length in LENGTHS]
     options, reused = dict(OPTIONS[kind]), 0
     if options.pop("store", False):
         options["store"] = tmp_path
@@ -47,15 +49,15 @@ def test_answers_are_those_of_each_source_alone(case: str, kind: str, tmp_path: 
         with lmstate.Engine(model, **options) as engine:
             asked = []
             for _ in range(8):
-                source, count = luck.choice(SOURCES), luck.choice([0, 0, 3, 12, 40, 41])
+                given, count = luck.choice(sources), luck.choice([0, 0, 3, 12, 40, 41])
                 begun = BEGUN[:count] or None
                 sampler = Sampler(temperature=1.0, seed=3) if luck.random() < 0.3 else Sampler()
                 params = lmstate.SamplingParams(
                     max_new_tokens=luck.randint(1, 6), temperature=sampler.temperature, seed=sampler.seed,
                     n=luck.choice([1, 1, 2]), prompt_logprobs=luck.choice([None, None, None, 0]),
                 )  # fmt: skip
-                request = engine.submit(begun, params, source=list(source))
-                asked.append((PicturePrompt([start, *(begun or ())], source=source), params, sampler, request))
+                request = engine.submit(begun, params, source=given)
+                asked.append((PicturePrompt([start, *(begun or ())], source=given), params, sampler, request))
                 if luck.random() < 0.5:
                     request.result(600)
             for prompt, params, sampler, request in asked:

@@ -16,10 +16,10 @@ from torch import Tensor
 import lmstate
 from lmstate.models.block import Block
 from lmstate.ops.types import block_table
-from lmstate.state import LayerState, Step
-from tests.zoo import text
+from lmstate.state import LayerState, SourceFeatures, Step
+from tests.zoo import SOUNDS, source
 
-Source = tuple[int, ...] | None
+Source = tuple[int, ...] | SourceFeatures | None
 BOUND = 1e-4
 PROBE = [7, 3]
 
@@ -39,10 +39,10 @@ class Mirror:
 
     def condition(self) -> None:
         """Give the rows that have no source one."""
-        for row, source in enumerate(self.sources):
-            if source is None and self.model.encoder is not None and row not in self.state.removed:
+        for row, known in enumerate(self.sources):
+            if known is None and self.model.encoder is not None and row not in self.state.removed:
                 length = (5, 40, 1, 70)[self._conditioned % 4]
-                self.sources[row] = tuple(text(length, seed=900 + self._conditioned)[0].tolist())
+                self.sources[row] = source(self.model, length, seed=900 + self._conditioned)
                 self.state.condition(row, self.sources[row])
                 self._conditioned += 1
 
@@ -98,7 +98,8 @@ class Mirror:
         assert state.pending == [0] * state.rows
         if self.model.device.type == "cpu":  # elsewhere blocks lie in slabs, which have room for more
             assert sum(state.memory().values()) == bytes_held(state)
-        assert [state.source(row) for row in range(state.rows)] == [each and list(each) for each in self.sources]
+        sources = [list(each) if isinstance(each, tuple) else each for each in self.sources]
+        assert [state.source(row) for row in range(state.rows)] == sources
         if not probe:
             return
         self.condition()
@@ -116,13 +117,13 @@ class Mirror:
         return self._known[key]
 
 
-def whole(model: lmstate.Model, ids: Sequence[int], source: Sequence[int] | None = None) -> Tensor:
-    """float32 [len(ids), V]: a forward over all of a text at once."""
+def whole(model: lmstate.Model, ids: Sequence[int], source: Sequence[int] | SourceFeatures | None = None) -> Tensor:
+    """float32 [len(ids), V]: a forward over all of a text at once. A sound is found again by its hash."""
     if source is None:
         return model([list(ids)])[0]
     state = model.new_state(1)
     state.layout = replace(state.layout, chunk=max(1, len(ids)))
-    state.condition(0, source)
+    state.condition(0, SOUNDS[source.hash] if isinstance(source, SourceFeatures) else source)
     return model([list(ids)], state, logits="all")[0]
 
 

@@ -42,6 +42,7 @@ KINDS = {
     "averages a channel": "rwkv",
     "a source": "mbart",
     "a source and biases": "t5",
+    "a sound": "whisper",
 }
 STRETCHED = {"window under a stretched rope": "mistral", "parallel under a stretched rope": "falcon_h1"}
 OPERATIONS = 30

@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 
-from tests.zoo import ENCODERS, pair, text
+from tests.zoo import ENCODERS, pair, read, source, text
 
 BOUND = 1e-4
-SOURCES = [text(length, seed=length)[0].tolist() for length in (70, 1, 23)]
+LENGTHS = (70, 1, 23)
 every_encoder = pytest.mark.parametrize("case", ENCODERS)
 
 
@@ -22,27 +22,25 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
 def test_encodings_equal_transformers(case: str) -> None:
     theirs, ours = pair(case)
     assert ours.encoder is not None
-    for source in SOURCES:
+    for length in LENGTHS:
+        given = source(ours, length, seed=length)
         with torch.no_grad():
-            expected = theirs.get_encoder()(torch.tensor([source])).last_hidden_state
+            expected = theirs.get_encoder()(**read(given)).last_hidden_state
         assert expected.std() > 0.1, "encodings too even to tell a right model from a wrong one"
-        close(ours.encoder(source), expected)
+        close(ours.encoder(given), expected)
 
 
 @every_encoder
 def test_logits_equal_transformers_at_any_cut_and_beside_other_sources(case: str) -> None:
     theirs, ours = pair(case)
-    ids = text(90, rows=3)
+    ids, sources = text(90, rows=3), [source(ours, length, seed=length) for length in LENGTHS]
     with torch.no_grad():
-        expected = [
-            theirs(input_ids=torch.tensor([source]), decoder_input_ids=row[None]).logits[0]
-            for source, row in zip(SOURCES, ids)
-        ]
+        expected = [theirs(**read(given), decoder_input_ids=row[None]).logits[0] for given, row in zip(sources, ids)]
     assert not torch.allclose(expected[0][0], expected[1][0], atol=0.1), "the source does not show"
     for rows in ([0], [1], [0, 1, 2]):
         state = ours.new_state(len(rows))
         for row, index in enumerate(rows):
-            state.condition(row, SOURCES[index])
+            state.condition(row, sources[index])
         cuts = [0, 40, 41, 42, 90]
         pieces = [ours(ids[rows][:, a:b], state, logits="all") for a, b in itertools.pairwise(cuts)]
         close(torch.cat(pieces, 1), torch.stack([expected[index] for index in rows]))

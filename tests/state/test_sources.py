@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GenerationMixin
 
 import lmstate
-from lmstate.state import SnapshotFolder
-from tests.zoo import ENCODERS, ours, pair, text
+from lmstate.state import SnapshotFolder, SourceFeatures
+from tests.zoo import ENCODERS, ours, pair, read, source, text
 
 IDS = text(20)[0].tolist()
 SOURCE = text(33, seed=1)[0].tolist()
@@ -180,19 +181,86 @@ def test_a_snapshot_goes_on_in_another_process(tmp_path: Path) -> None:
     assert torch.equal(torch.load(tmp_path / "logits"), expected)
 
 
+SOUND = SourceFeatures.of(torch.randn(70, 12, generator=torch.Generator().manual_seed(5)))
+
+
+def test_a_snapshot_holds_a_sound_by_its_hash(tmp_path: Path) -> None:
+    model = ours("whisper")
+    state = model.new_state(1)
+    state.condition(0, SOUND)
+    before = model([IDS], state)
+    assert state.source(0) == SOUND and state.source(0).values is None, "the features were let go"
+    state.snapshot(0).save(tmp_path / "row")
+    loaded = lmstate.Snapshot.load(tmp_path / "row")
+    assert loaded.source == SOUND and loaded.tokens == tuple(IDS)
+    other = model.new_state(1)
+    other.restore(0, loaded)
+    assert torch.equal(model([[]], other), before)
+    assert torch.equal(model([[7]], other), model([[7]], state))
+    state.rewind(0, 0)
+    assert state.source(0) == SOUND
+    assert torch.equal(model([IDS], state), before)
+
+
+def test_sounds_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    model, text_model = ours("whisper"), ours(CASE)
+    state, read_text = model.new_state(1), conditioned(text_model)
+    state.condition(0, SOUND)
+    short, wide = SourceFeatures.of(SOUND.values[:50]), SourceFeatures.of(SOUND.values[:, :8])
+    for bad, why in (
+        (IDS, "reads sounds"), (short, "50, 12"), (wide, "70, 8"), (SOUND.without_values(), "make it again"),
+    ):  # fmt: skip
+        with pytest.raises(lmstate.StateError, match=why):
+            state.condition(0, bad)
+    with pytest.raises(lmstate.StateError, match="reads texts"):
+        read_text.condition(0, SOUND)
+    assert state.source(0) == SOUND and read_text.source(0) == SOURCE
+    for bad in (
+        torch.zeros(3),
+        torch.zeros(0, 12),
+        torch.full((3, 4), torch.inf),
+        torch.ones(3, 4, dtype=torch.int64),
+        5,
+    ):
+        with pytest.raises(lmstate.StateError, match="features of a source"):
+            SourceFeatures.of(bad)
+    snapshot = state.snapshot(0)
+    for made in (
+        SourceFeatures("x", (70, 12), None),
+        SourceFeatures(SOUND.hash, (0, 12), None),
+        SourceFeatures(SOUND.hash, (70.0, 12), None),
+        SourceFeatures(5, (70, 12), None),
+    ):
+        with pytest.raises(lmstate.SnapshotError, match="source"):
+            state.restore(0, replace(snapshot, source=made))
+    for record in ("5", "[", '["x", 1, 2]', f'["{SOUND.hash}", 1]', f'["{SOUND.hash}", 1, -2]'):
+        with pytest.raises(lmstate.SnapshotError, match="malformed"):
+            SourceFeatures.from_json("a file", record)
+
+
+def test_other_sounds_are_other_texts_to_a_prefix_store() -> None:
+    model, other = ours("whisper"), SourceFeatures.of(SOUND.values + 1)
+    state = model.new_state(2)
+    for row, sound in enumerate((SOUND, other)):
+        state.condition(row, sound)
+    model([IDS, IDS], state)
+    first, second = (state.snapshot(row).identities for row in range(2))
+    assert first[1:] == second[1:] == IDS[1:] and first[0] != second[0] and first[0] > 2**62
+
+
 @pytest.mark.parametrize("case", ENCODERS)
 def test_greedy_answers_are_those_of_transformers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, model = pair(case)
     monkeypatch.setattr(model, "eos_ids", frozenset([theirs.config.eos_token_id]))
-    sources = [SOURCE, IDS]
+    sources = [source(model, length, seed=length) for length in (33, 20)]
     expected = []
-    for source in sources:
-        ids = theirs.generate(  # without a cache, whose layers are counted by those of T5's encoder
-            torch.tensor([source]), max_new_tokens=12, min_new_tokens=12, do_sample=False, num_beams=1, use_cache=False
+    for given in sources:
+        ids = GenerationMixin.generate(  # without a cache, whose layers are counted by those of T5's encoder
+            theirs, **read(given), max_new_tokens=12, min_new_tokens=12, do_sample=False, num_beams=1, use_cache=False
         )[0, 1:].tolist()
         expected.append(ids)
     options = {"max_new_tokens": 12, "min_tokens": 12, "return_ids": True}
     assert model.generate(source=sources, **options) == expected
-    assert model.generate(source=SOURCE, **options) == expected[0]
-    begun = model.generate(expected[0][:4], source=SOURCE, **{**options, "max_new_tokens": 8, "min_tokens": 8})
+    assert model.generate(source=sources[0], **options) == expected[0]
+    begun = model.generate(expected[0][:4], source=sources[0], **{**options, "max_new_tokens": 8, "min_tokens": 8})
     assert begun == expected[0][4:]

@@ -20,6 +20,8 @@ import lmstate
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_source
 from lmstate.models.families import build
+from lmstate.models.layers.sound_frames import SoundFrames
+from lmstate.state import SourceFeatures
 
 KINDS = (
     "llama_like",
@@ -41,6 +43,7 @@ CASES: dict[str, Make] = {}
 for kind in KINDS:
     CASES.update(import_module(f"tests.zoo.{kind}").CASES)
 ENCODERS: dict[str, Make] = import_module("tests.zoo.encoders").CASES  # whose tokens read a source
+SOUNDS: dict[str, SourceFeatures] = {}  # that `source` made, by their hashes
 TEXT_PARTS = import_module("tests.zoo.text_parts").CASES  # the layers of other cases, in wrappers
 
 # What the suite runs where only the soak runs all: a case of each family, and its variants that keep another state.
@@ -84,7 +87,8 @@ def auto(config: Any) -> Any:
     import transformers
 
     if config.is_encoder_decoder:
-        return transformers.AutoModelForSeq2SeqLM
+        hears = type(config) in transformers.AutoModelForSpeechSeq2Seq._model_mapping
+        return transformers.AutoModelForSpeechSeq2Seq if hears else transformers.AutoModelForSeq2SeqLM
     tables = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
     for table in tables:
         if type(config) in table._model_mapping:
@@ -124,8 +128,26 @@ def ours(case: str) -> lmstate.Model:
 def conditioned(model: lmstate.Model, state: lmstate.State) -> lmstate.State:
     """The state, each of its rows with a source of another length, where the model has an encoder."""
     for row in range(state.rows if model.encoder is not None else 0):
-        state.condition(row, text(9 + 31 * row, seed=99 + row)[0].tolist())
+        state.condition(row, source(model, 9 + 31 * row, seed=99 + row))
     return state
+
+
+def source(model: lmstate.Model, length: int, seed: int) -> tuple[int, ...] | SourceFeatures:
+    """A random source of a model with an encoder: the ids of a text, or a sound, which has always the same length."""
+    assert model.encoder is not None
+    if not isinstance(model.encoder.embed, SoundFrames):
+        return tuple(text(length, seed=seed)[0].tolist())
+    noise = torch.randn(model.encoder.embed.shape, generator=torch.Generator().manual_seed(seed))
+    sound = SourceFeatures.of(noise)
+    return SOUNDS.setdefault(sound.hash, sound)
+
+
+def read(source: tuple[int, ...] | SourceFeatures) -> dict[str, torch.Tensor]:
+    """The source as an argument of a model of `transformers`."""
+    if isinstance(source, SourceFeatures):
+        assert source.values is not None
+        return {"input_features": source.values.T[None]}
+    return {"input_ids": torch.tensor([source])}
 
 
 def text(length: int, rows: int = 1, seed: int = 0) -> torch.Tensor:

@@ -14,6 +14,12 @@ T5 = {
     "vocab_size": 99, "d_model": 48, "d_kv": 8, "d_ff": 80, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 6,
     "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20, "decoder_start_token_id": 0,
 }  # fmt: skip
+WHISPER = {
+    "vocab_size": 99, "num_mel_bins": 12, "d_model": 48, "encoder_layers": 2, "decoder_layers": 3,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 6, "encoder_ffn_dim": 80, "decoder_ffn_dim": 64,
+    "max_source_positions": 35, "max_target_positions": 250, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "decoder_start_token_id": 3, "begin_suppress_tokens": None,
+}  # fmt: skip
 
 
 def _config(name: str, **fields: Any) -> Any:
@@ -35,6 +41,11 @@ CASES = {
         feed_forward_proj="gated-gelu", tie_word_embeddings=False,
     ),
     "mt5": partial(_config, "MT5Config", **T5),
+    "whisper": partial(_config, "WhisperConfig", **WHISPER),
+    "whisper-relu": partial(
+        _config, "WhisperConfig", **{**WHISPER, "num_mel_bins": 7, "d_model": 32, "decoder_attention_heads": 2},
+        activation_function="relu",
+    ),
     "umt5": partial(_config, "UMT5Config", **{**T5, "relative_attention_num_buckets": 32,
                                               "relative_attention_max_distance": 128}),
 }  # fmt: skip

@@ -21,7 +21,8 @@ BASES = {
     "word_embeddings.weight": "transformer.",
 }
 HEAD = "lm_head."
-OTHER_HEADS = ("embed_out", "head", "output_projection", "decoder")  # GPT-NeoX, RWKV, BioGPT, ModernBERT's decoder
+# Heads of GPT-NeoX, RWKV, BioGPT, ModernBERT's decoder, Whisper.
+OTHER_HEADS = ("embed_out", "head", "output_projection", "decoder", "proj_out")
 COMPILED = "_orig_mod."  # torch.compile wraps a module, and the wrapper shows in the names of what is saved
 CONSTANTS = (".masked_bias",)  # what old versions of transformers put where attention may not look; no weight
 

@@ -26,6 +26,7 @@ from lmstate.engine.session import check_name
 from lmstate.generation.params import SamplingParams, sampling_params
 from lmstate.generation.prompts import are_messages
 from lmstate.generation.thinking import ThinkingFormat
+from lmstate.state import SourceFeatures
 from lmstate.text.replay import Replay
 from lmstate.vision.reader import PicturePrompt
 
@@ -95,7 +96,7 @@ class Front:
         prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | PicturePrompt | None = None,
         params: SamplingParams | None = None,
         *,
-        source: str | Sequence[int] | None = None,
+        source: str | Sequence[int] | SourceFeatures | None = None,
         priority: int = 0,
         deadline: float | None = None,
         session: str | None = None,

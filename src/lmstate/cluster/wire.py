@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
+import torch
 
 from lmstate.cluster.handle import ReplicaLost, Told, Unreached, Work
 from lmstate.cluster.pictures import PictureMissing
@@ -29,6 +30,7 @@ from lmstate.generation.params import SamplingParams
 from lmstate.generation.row import Finish
 from lmstate.models.config import ModelConfig
 from lmstate.models.describe import WeightTotals
+from lmstate.state import SourceFeatures
 from lmstate.state.media import MediaSpan, spans_from_json, spans_to_json
 from lmstate.vision.reader import PicturePrompt
 
@@ -52,23 +54,46 @@ class WrittenGrammar(Protocol):
     lark: str
 
 
+class WireSound(msgspec.Struct, frozen=True):
+    """The features of a sound, float32 `[N, F]`."""
+
+    width: int
+    values: bytes
+
+    @staticmethod
+    def of(source: SourceFeatures) -> WireSound:
+        assert source.values is not None
+        return WireSound(source.shape[1], source.values.numpy().tobytes())
+
+    def read(self) -> SourceFeatures:
+        """Raises StateError for bytes of another length."""
+        if self.width < 1 or not self.values or len(self.values) % (4 * self.width):
+            raise StateError(f"{len(self.values)} bytes are not rows of {self.width} floats")
+        numbers = torch.frombuffer(bytearray(self.values), dtype=torch.float32)
+        return SourceFeatures.of(numbers.view(-1, self.width))
+
+
 class WirePrompt(msgspec.Struct, frozen=True):
     """Tokens, with their source and with pictures as `spans_to_json` writes them: replicas have these by hash."""
 
     ids: list[int] = []
     media: list[Any] = []
     source: list[int] | None = None
+    sound: WireSound | None = None  # that they read in place of a text
     seconds: float = 0.0  # that the tower took
 
     @staticmethod
     def of(prompt: PicturePrompt) -> WirePrompt:
-        source = None if prompt.source is None else list(prompt.source)
-        return WirePrompt(prompt.tokens, spans_to_json(prompt.media), source, prompt.seconds)
+        read = prompt.source
+        source = list(read) if isinstance(read, tuple) else None
+        sound = WireSound.of(read) if isinstance(read, SourceFeatures) else None
+        return WirePrompt(prompt.tokens, spans_to_json(prompt.media), source, sound, prompt.seconds)
 
     def read(self) -> PicturePrompt:
         """Its pictures have no embeddings. Raises SnapshotError for pictures that do not stand in such tokens."""
         media = tuple(spans_from_json(self.media, self.ids))
-        return PicturePrompt(self.ids, media, self.seconds, None if self.source is None else tuple(self.source))
+        source = None if self.source is None else tuple(self.source)
+        return PicturePrompt(self.ids, media, self.seconds, source if self.sound is None else self.sound.read())
 
 
 class WireWork(msgspec.Struct, frozen=True):

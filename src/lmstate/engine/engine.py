@@ -54,7 +54,7 @@ from lmstate.generation.prompts import are_messages, refuse_no_messages
 from lmstate.generation.row import AnswerRow
 from lmstate.generation.thinking import ThinkingFormat
 from lmstate.speculation import DraftChoice, DraftReport
-from lmstate.state import BlockPool, Snapshot, State
+from lmstate.state import BlockPool, Snapshot, SourceFeatures, State
 from lmstate.state.kv.policies.base import Policy
 from lmstate.state.kv.policies.per_layer import policies_of
 from lmstate.state.media import PICTURED
@@ -176,7 +176,7 @@ class Engine:
         prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | PicturePrompt | None = None,
         params: SamplingParams | None = None,
         *,
-        source: str | Sequence[int] | None = None,
+        source: str | Sequence[int] | SourceFeatures | None = None,
         priority: int = 0,
         deadline: float | None = None,
         session: str | Session | None = None,
@@ -193,9 +193,9 @@ class Engine:
 
         params    a `lmstate.SamplingParams`. Its fields can be given by name too, and count before it:
                   `submit(prompt, max_new_tokens=20, temperature=0.7)`
-        source    what the tokens of a model with an encoder read: a text or ids. The prompt is then what the answer
-                  begins with, or None, as in `model.generate(prompt, source=source)`. The encoder reads it as one piece
-                  when the request is begun, and not again while the prefix store keeps what it made of it
+        source    what the tokens of a model with an encoder read: a text, ids or a sound. The prompt is then what the
+                  answer begins with, or None, as in `model.generate(prompt, source=source)`. The encoder reads it as
+                  one piece when the request is begun, and not again while the prefix store keeps what it made of it
         priority  larger ones first among those of a sender; one step is worth ten seconds of waiting
         deadline  seconds from now, after which it ends as it is
         session   a conversation, or its name, that the prompt goes on with: see `Session.send`

@@ -23,7 +23,7 @@ CHECK_EVERY = 16  # steps between two looks at the bytes of rows that are far fr
 @dataclass(frozen=True)
 class RowCost:
     """Bytes of a row: `fixed` ones (carries, logits), those of each token (keys, values, latents), in blocks, and those
-    of each token of its source."""
+    of each token of its source; those of a sound are fixed."""
 
     fixed: int
     per_token: float
@@ -35,15 +35,17 @@ class RowCost:
 
         def reserved(tokens: int) -> int:
             state = new_state()
-            if state.conditioned:
-                state.condition(0, [0])
+            if source is not None:
+                state.restore(0, source)
             state.plan([[0] * tokens])
             return nbytes(state) + sum(layer.nbytes_to_come() for layer in state.layers)
 
-        state, per_source = new_state(), 0.0
-        if state.conditioned:
-            state.condition(0, [0])
-            per_source = nbytes(state) / BLOCK_TOKENS
+        source, per_source = None, 0.0
+        if (encoder := model.encoder) is not None:
+            state = new_state()
+            state.condition(0, encoder.shortest)
+            source = state.snapshot(0)
+            per_source = 0.0 if encoder.hears else nbytes(state) / BLOCK_TOKENS  # sounds have one length
         shorter, longer = reserved(BLOCK_TOKENS), reserved(2 * BLOCK_TOKENS)
         per_token = (longer - shorter) / BLOCK_TOKENS
         return RowCost(int(shorter - BLOCK_TOKENS * per_token) + 4 * model.config.vocab_size, per_token, per_source)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lmstate.errors import UnsupportedError
 from lmstate.generation.params import SamplingParams, check_token
 from lmstate.generation.prompts import are_messages, as_token_lists, read_sources
+from lmstate.state import SourceFeatures
 from lmstate.state.validate import token_ids, whole_number
 from lmstate.threads import available
 from lmstate.vision.reader import PicturePrompt, named, pictures_of
@@ -46,11 +47,14 @@ def read_prompt(model: ServingModel, prompt: Any, replay: Replay, salt: str = ""
 
 
 def read_sourced(model: ServingModel, source: Any, prompt: Any) -> PicturePrompt:
-    """The ids of a source, and of what the answer begins with. Raises as `read_sources`, ValueError for several."""
+    """A source, and the ids of what the answer begins with. Raises as `read_sources`, ValueError for several."""
     sources, prompts, single = read_sources(model, source, prompt)
     if not single:
         raise ValueError(f"submit takes one source, and this is a list of {len(sources)}: submit each by itself")
-    ids = token_ids(sources[0], "the source", model.config.vocab_size)
+    read = sources[0]
+    if isinstance(read, SourceFeatures):
+        return PicturePrompt(prompts[0], source=read)
+    ids = token_ids(read, "the source", model.config.vocab_size)
     if not ids:
         raise ValueError("the source has no tokens: there is nothing to read")
     return PicturePrompt(prompts[0], source=tuple(ids))

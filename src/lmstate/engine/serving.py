@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lmstate.engine.session import SessionHost
 from lmstate.language_model import DescribedModel
+from lmstate.state import SourceFeatures
 from lmstate.vision.reader import SeeingModel
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class ServingEngine(SessionHost, Protocol):
         prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | PicturePrompt | None = None,
         params: SamplingParams | None = None,
         *,
-        source: str | Sequence[int] | None = None,
+        source: str | Sequence[int] | SourceFeatures | None = None,
         priority: int = 0,
         deadline: float | None = None,
         session: str | Session | None = None,

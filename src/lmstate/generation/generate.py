@@ -25,7 +25,7 @@ from lmstate.errors import CapacityError
 from lmstate.generation.beams import BeamParams, BeamSearch
 from lmstate.generation.logprobs import TokenLogprob
 from lmstate.generation.params import sampling_params
-from lmstate.generation.prompts import Prompt, are_messages, as_token_lists, check_prompts, with_source
+from lmstate.generation.prompts import Prompt, Sources, are_messages, as_token_lists, check_prompts, with_source
 from lmstate.generation.report import Report, RowPiece
 from lmstate.generation.row import AnswerRow, most_likely
 from lmstate.generation.sampling import Sampler
@@ -275,7 +275,7 @@ def generate(
     state: State | None = None,
     params: Sampler | None = None,
     *,
-    source: Prompt | None = None,
+    source: Sources | None = None,
     draft: DraftChoice = "auto",
     return_ids: bool = False,
     num_beams: int = 1,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 from torch import Tensor
 
 from lmstate.errors import PendingError, StateError, UnsupportedError
+from lmstate.state.sources import SourceFeatures
 from lmstate.state.validate import token_ids
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 SinglePrompt: TypeAlias = "str | Sequence[int] | Tensor"
 Messages: TypeAlias = "Sequence[Mapping[str, Any]]"
 Prompt: TypeAlias = "SinglePrompt | Messages | Sequence[SinglePrompt]"
+Sources: TypeAlias = "Prompt | SourceFeatures | Sequence[SourceFeatures]"
+"""Texts, ids or sounds that the encoder of a model reads."""
 
 
 def are_messages(prompt: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
@@ -79,7 +82,7 @@ def as_token_lists(
 
 
 def with_source(
-    model: LanguageModel, source: Prompt, prompt: Prompt | None, state: State | None
+    model: LanguageModel, source: Sources, prompt: Prompt | None, state: State | None
 ) -> tuple[State, list[list[int]], bool]:
     """A state whose rows are conditioned on their sources, the prompt of each row, and whether there is a single one.
 
@@ -96,13 +99,13 @@ def with_source(
 
 
 def read_sources(
-    model: DescribedModel, source: Prompt, prompt: Prompt | None
-) -> tuple[list[list[int]], list[list[int]], bool]:
-    """The ids of sources, those of the prompt of each, and whether there is a single one: see `with_source`."""
+    model: DescribedModel, source: Sources, prompt: Prompt | None
+) -> tuple[list[list[int] | SourceFeatures], list[list[int]], bool]:
+    """The sources, a text by its ids, the ids of the prompt of each, and whether there is a single one."""
     tokenizer = model.tokenizer if model.has_tokenizer else None
     if model.start_id is None:
         raise UnsupportedError("a source was given, and the model has no encoder: put its text in the prompt")
-    sources, single = as_token_lists(tokenizer, source, None)
+    sources, single = _as_sources(tokenizer, source)
     begins: list[list[int]] = [[] for _ in sources]
     if prompt is not None:
         begins, _ = as_token_lists(tokenizer, prompt, None, begun=True)
@@ -127,6 +130,19 @@ def check_prompts(prompts: Sequence[Sequence[int]], state: State) -> None:
             raise ValueError(
                 f"the prompt of row {row} is empty and the row holds no tokens: there is nothing to continue"
             )
+
+
+def _as_sources(tokenizer: Tokenizer | None, source: Sources) -> tuple[list[list[int] | SourceFeatures], bool]:
+    """Sounds as they are, texts by their ids, and whether it is a single one."""
+    if isinstance(source, SourceFeatures):
+        return [source], True
+    given: Any = source
+    if isinstance(given, Sequence) and any(isinstance(one, SourceFeatures) for one in given):
+        if all(isinstance(one, SourceFeatures) for one in given):
+            return list(given), False
+        raise ValueError("the sources are sounds and texts, and a model reads one kind of them: give one kind")
+    texts, single = as_token_lists(tokenizer, given, None)
+    return list(texts), single
 
 
 def _are_ids(value: Any) -> bool:

@@ -36,7 +36,7 @@ from lmstate.models.trace import OnSublayer, Traced, traced_blocks
 from lmstate.ops import Norm, Weight
 from lmstate.ops.dispatch import giving_way
 from lmstate.speculation.heads_drafter import AheadDraft
-from lmstate.state import Layout, State, Step
+from lmstate.state import Layout, SourceFeatures, State, Step
 from lmstate.state.blocks import BlockPool
 from lmstate.state.inference_mode import ordinary_tensors
 from lmstate.state.kv.policies.per_layer import Policies, policies_of
@@ -47,13 +47,14 @@ from lmstate.text.grammars.compiler import GrammarCompiler
 from lmstate.text.replay import Replay
 
 if TYPE_CHECKING:
+    from lmstate.audio.listener import Listener
     from lmstate.text.tokenizer import Tokenizer
     from lmstate.vision.reader import PicturePrompt, PictureReader
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_ROWS = 2**20  # of a state: more are a slip, and would fill the memory before anything is said
 DEVICE_CHUNK = 2048  # tokens of a row that one forward takes where each operation is a launch; `Layout.chunk` elsewhere
-OPENING = Lock()  # held while a vision tower is loaded: requests with pictures may come together
+OPENING = Lock()  # held while a vision tower or a feature extractor is loaded: requests may come together
 
 
 @dataclass(eq=False, repr=False)
@@ -75,6 +76,7 @@ class Model:
     """Called with (tokens done, tokens of the step) before each part of a long step, and at its end."""
     _traced: tuple[Network, Network] | None = field(default=None, init=False)  # a network, and what its graphs hold
     _pictures: PictureReader | None = field(default=None, init=False, repr=False)
+    _listener: Listener | None = field(default=None, init=False, repr=False)
     _replay: Replay | None = field(default=None, init=False, repr=False)
     _grammars: GrammarCompiler | None = field(default=None, init=False, repr=False)
 
@@ -180,6 +182,34 @@ class Model:
                     raise UnsupportedError("pictures are read by models of checkpoint folders that lmstate.load opened")
                 self._pictures = PictureReader.open(self.folder, self.tokenizer, self.device)
             return self._pictures
+
+    @property
+    def hears(self) -> bool:
+        """Whether its sources are sounds."""
+        return self.encoder is not None and self.encoder.hears
+
+    def listen(self, sound: bytes | Tensor) -> SourceFeatures:
+        """A sound as a source of a model that hears: `state.condition(row, source)`, `generate(source=source)`.
+
+        sound: the bytes of a WAV file, or samples float32 `[N]` at `listener().rate`. At most as long as the encoder
+        reads at once, 30 seconds for Whisper. Raises `StateError` for a sound that is damaged or too long,
+        `UnsupportedError` for a model that does not hear, `ModelError` for a checkpoint without what sounds need.
+        """
+        listener = self.listener()
+        return listener.features(sound if isinstance(sound, Tensor) else listener.samples(sound))
+
+    def listener(self) -> Listener:
+        """The maker of its features of sounds, opened with the first call. Raises as `listen`."""
+        from lmstate.audio.listener import Listener
+
+        with OPENING:
+            if self._listener is None:
+                if not self.hears:
+                    raise UnsupportedError(f"a sound was given, and a {self.config.family} model reads no sounds")
+                if self.folder is None:
+                    raise UnsupportedError("sounds are read by models of checkpoint folders that lmstate.load opened")
+                self._listener = Listener.open(self.folder)
+            return self._listener
 
     @property
     def start_id(self) -> int | None:

@@ -23,7 +23,7 @@ from lmstate.models.layers.embedding import EmbeddingHook, LearnedPositions, Out
 from lmstate.models.layers.rope import Rope
 from lmstate.models.stack import FusedSegment, PlanOwner, arrived, compile_blocks, run_stack, run_tapped
 from lmstate.ops import Norm, Weight, dispatch
-from lmstate.state import LayerState, Step
+from lmstate.state import LayerState, SourceFeatures, Step
 from lmstate.state.media import depth, overlaid
 
 HEAD_ROWS = 128  # rows of logits at a time: the references need as much memory again for them
@@ -112,8 +112,8 @@ class Network:
         """A number that two lengths of a text share if keys are rotated alike in both."""
         return max((rope.frequency_key(length) for rope in self.dynamic_ropes), default=0)
 
-    def encoded(self, source: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Of a source's ids, the keys and values `[K, S, D]` that each block attends to; empty for the other blocks."""
+    def encoded(self, source: Sequence[int] | SourceFeatures) -> list[dict[str, Tensor]]:
+        """Of a source, the keys and values `[K, S, D]` that each block attends to; empty for the other blocks."""
         assert self.encoder is not None, "a model without an encoder has no sources"
         encoding = self.encoder(source)
         return [

@@ -13,6 +13,7 @@ from lmstate.state.layers.shared_kv import SharedState
 from lmstate.state.media import Media, MediaSpan
 from lmstate.state.snapshot import Snapshot
 from lmstate.state.snapshot_folder import SnapshotFolder
+from lmstate.state.sources import SourceFeatures
 from lmstate.state.state import State
 from lmstate.state.step import Step
 
@@ -33,6 +34,7 @@ __all__ = [
     "SharedState",
     "Snapshot",
     "SnapshotFolder",
+    "SourceFeatures",
     "State",
     "Step",
     "attention_state",

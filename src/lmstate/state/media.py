@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import SnapshotError, StateError
+from lmstate.state.sources import Source, named
 from lmstate.state.validate import whole_number
 
 AXES = 3  # of positions: time, height, width
@@ -159,7 +160,7 @@ def axis_positions(spans: Spans, start: int, stop: int) -> Tensor:
     return out
 
 
-def identities(tokens: Sequence[int], spans: Spans, source: Sequence[int] | None = None) -> list[int]:
+def identities(tokens: Sequence[int], spans: Spans, source: Source | None = None) -> list[int]:
     """The tokens of a row, with a number of the picture's own, above any id, at each position of one.
 
     The number of a position depends on the picture's hash and on the place in it: as many as a picture has positions
@@ -168,7 +169,7 @@ def identities(tokens: Sequence[int], spans: Spans, source: Sequence[int] | None
     """
     ids = list(tokens)
     if source and ids:
-        digest = hashlib.sha256(f"source {ids[0]} {list(source)}".encode()).digest()
+        digest = hashlib.sha256(f"source {ids[0]} {named(source)}".encode()).digest()
         ids[0] = PICTURED | int.from_bytes(digest[:8], "big") >> 2
     for span in within(spans, 0, len(ids)):
         stop = min(span.end, len(ids))

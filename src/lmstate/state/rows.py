@@ -12,6 +12,7 @@ from lmstate.errors import CapacityError, StateError
 from lmstate.ops.types.block_table import KVBlock
 from lmstate.state.blocks import held_by
 from lmstate.state.media import Spans
+from lmstate.state.sources import Source
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Row(NamedTuple):
     expected: int = 0  # tokens that the text will have at least: keys are rotated as in one of so many
     logits: Tensor | None = None  # [V] after the last token, as a text of this length, or the expected one, has them
     marks: tuple[Mark, ...] = ()
-    source: tuple[int, ...] | None = None  # the ids that it is conditioned on
+    source: Source | None = None  # what it is conditioned on
     media: Spans = ()  # its pictures, in order; those behind its last token are still to come
     removed: bool = False  # its number is free for the next one that is added
 

@@ -20,6 +20,7 @@ from lmstate.state.gradients import CopiedGraphs
 from lmstate.state.layer_file import MOST_TOKENS, by_layer, metadata_number, read_layers, write_layers
 from lmstate.state.media import MediaSpan, Spans, held_tensors, identities, read_spans, span_record, span_tensors
 from lmstate.state.rows import Row
+from lmstate.state.sources import Source, SourceFeatures
 from lmstate.state.validate import token_ids, whole_number
 
 FORMAT = "lmstate-snapshot"
@@ -37,7 +38,8 @@ class Snapshot:
     (float32 `[V]`) are those after the last token, None if they are not known. `fingerprint` names the model: words of
     the form name=value, of its config and of a sample of its weights; `model` is its name for people, which nothing
     checks. `notes` is text of the application that made it.
-    `source`: the ids that the row is conditioned on, of a model with an encoder; their keys and values are in `layers`.
+    `source`: what the row is conditioned on, of a model with an encoder: ids, or features without their values. The
+    keys and values of it are in `layers`.
     `media` are the row's pictures, in order, with those that were placed and not read yet.
     """
 
@@ -49,7 +51,7 @@ class Snapshot:
     fingerprint: str
     notes: str = ""
     model: str = ""
-    source: tuple[int, ...] | None = None
+    source: Source | None = None
     media: Spans = ()
 
     def __repr__(self) -> str:
@@ -71,14 +73,14 @@ class Snapshot:
         """Write it to one safetensors file, whole or not at all. Raises `OSError` where the file cannot be written.
 
         Layout: metadata `format`, `version`, `fingerprint`, `cached`, `frequency_key`, `layers`, `notes`, `model`,
-        `checksums`; tensors `tokens` int64 `[length]`, `logits` float32 `[V]` if known, `source` int64 if there is one,
-        and `layers.{index}.{name}` for the content of each layer. With pictures also metadata `media` and tensors
-        `media.{index}.embeddings` and `media.{index}.positions`.
+        `checksums`; tensors `tokens` int64 `[length]`, `logits` float32 `[V]` if known, `source` int64 if it is a text
+        (metadata `source` with its hash if it is a sound), and `layers.{index}.{name}` for the content of each layer.
+        With pictures also metadata `media` and tensors `media.{index}.embeddings` and `media.{index}.positions`.
         """
         tensors = {"tokens": torch.tensor(self.tokens, dtype=torch.int64)}
         if self.logits is not None:
             tensors["logits"] = self.logits
-        if self.source is not None:
+        if isinstance(self.source, tuple):
             tensors["source"] = torch.tensor(self.source, dtype=torch.int64)
         for index, layer in enumerate(self.layers):
             tensors.update({f"layers.{index}.{name}": tensor for name, tensor in layer.items()})
@@ -92,6 +94,8 @@ class Snapshot:
             "notes": self.notes,
             "model": self.model,
         }
+        if isinstance(self.source, SourceFeatures):
+            metadata["source"] = self.source.to_json()
         if self.media:
             metadata["media"] = json.dumps(span_record(self.media))
             tensors |= span_tensors(self.media)
@@ -108,7 +112,9 @@ class Snapshot:
         path = Path(path)
         metadata, tensors = read_layers(path, FORMAT, VERSION, "lmstate snapshot", mmap=mmap)
         tokens, logits = _tokens(path, tensors, "tokens"), tensors.pop("logits", None)
-        source = _tokens(path, tensors, "source") if "source" in tensors else None
+        source: Source | None = _tokens(path, tensors, "source") if "source" in tensors else None
+        if "source" in metadata and source is None:
+            source = SourceFeatures.from_json(path, metadata["source"])
         if logits is not None and (logits.dtype != torch.float32 or logits.ndim != 1):
             raise SnapshotError(f"{path} has logits {logits.dtype} {list(logits.shape)}; they are one float32 vector")
         cached = metadata_number(path, metadata, "cached", len(tokens))
@@ -139,7 +145,7 @@ class Snapshot:
         """
         try:
             tokens = token_ids(self.tokens, "the snapshot", vocab_size)
-            source = None if self.source is None else tuple(token_ids(self.source, "the source", vocab_size))
+            source = _kept_source(self.source, vocab_size)
             cached = whole_number(self.cached, "cached")
             frequency_key = whole_number(self.frequency_key, "frequency_key")
         except StateError as error:
@@ -192,6 +198,15 @@ def _tokens(path: Path, tensors: dict[str, Tensor], name: str) -> tuple[int, ...
     if len(tokens) and int(tokens.min()) < 0:
         raise SnapshotError(f"{path} has negative token ids")
     return tuple(tokens.tolist())
+
+
+def _kept_source(source: Source | None, vocab_size: int) -> Source | None:
+    """The source of a row, checked, and without the values of features. Raises `StateError` for a damaged one."""
+    if isinstance(source, SourceFeatures):
+        if not source.whole:
+            raise StateError(f"its source is {source!r:.80}")
+        return source.without_values()
+    return None if source is None else tuple(token_ids(source, "the source", vocab_size))
 
 
 def _is_captured(layer: object) -> bool:

@@ -41,6 +41,7 @@ from lmstate.state.pending import Pending
 from lmstate.state.rewind import nearest_mark, rewind_layers
 from lmstate.state.rows import Mark, Row, check_room
 from lmstate.state.snapshot import Snapshot, differences
+from lmstate.state.sources import SourceFeatures
 from lmstate.state.step import DeviceStep, Step, as_counts
 from lmstate.state.tree import PendingTree
 from lmstate.state.validate import token_ids, whole_number
@@ -66,7 +67,7 @@ class State:
         fingerprint: Callable[[], str],
         model_name: str = "",
         user: Callable[[], object],
-        encode: Callable[[Sequence[int]], Sequence[Mapping[str, Tensor]]] | None = None,
+        encode: Callable[[Sequence[int] | SourceFeatures], Sequence[Mapping[str, Tensor]]] | None = None,
         frequency_key: Callable[[int], int],
         hidden_size: int,
         axes: bool = False,
@@ -75,7 +76,7 @@ class State:
         """`fingerprint()` names the model; it is asked for only by snapshots, and for a model that is not `user()`.
         `model_name` is the name of the model for people.
 
-        `encode(ids)` gives each layer the keys and values of a source; None for a model without an encoder.
+        `encode(source)` gives each layer the keys and values of a source; None for a model without an encoder.
 
         `frequency_key(length)` is for ropes whose frequencies depend on the length of the text: two lengths of one key
         rotate alike, and a row that passes from one key to another is computed again from its start. `axes`: whether
@@ -159,10 +160,10 @@ class State:
         _, own = self._row(row)
         return own.tokens
 
-    def source(self, row: int) -> list[int] | None:
-        """The ids that a row is conditioned on; None where it is on none."""
+    def source(self, row: int) -> list[int] | SourceFeatures | None:
+        """The source of a row, ids or features without their values; None where it has none."""
         _, own = self._row(row)
-        return None if own.source is None else list(own.source)
+        return list(own.source) if isinstance(own.source, tuple) else own.source
 
     def media(self, row: int) -> tuple[MediaSpan, ...]:
         """The pictures of a row and where they stand, in order. Those placed behind its last token are to come."""
@@ -401,13 +402,14 @@ class State:
     # ---- moving about
 
     @ordinary_tensors
-    def condition(self, row: int, source: Sequence[int]) -> None:
-        """Have the tokens of a row read a source, whose ids these are: the model's encoder reads it here, as one piece.
+    def condition(self, row: int, source: Sequence[int] | SourceFeatures) -> None:
+        """Have the tokens of a row read a source, which the model's encoder reads here, as one piece.
 
-        It comes before the row's first token, and stays through rewinds; forks and snapshots share what was encoded.
-        `select` copies a conditioned row to others without encoding again. Raises `UnsupportedError` for a model
-        without an encoder, `StateError` for a row that holds tokens and for an empty source, `CapacityError` for a
-        source longer than the model's positions.
+        source: the ids of a text, or what `Model.listen` makes of a sound. It comes before the row's first token, and
+        stays through rewinds; forks and snapshots share what was encoded. `select` copies a conditioned row to others
+        without encoding again. Raises `UnsupportedError` for a model without an encoder, `StateError` for a row that
+        holds tokens, for an empty source and for one that this encoder does not read, `CapacityError` for a text longer
+        than the model's positions.
         """
         row, own = self._row(row)
         if self._encode is None:
@@ -421,14 +423,16 @@ class State:
                 f"condition({row}, ...) was asked for, and row {row} holds {own.length} tokens; a source comes before "
                 "the first token: rewind the row to 0, or use another row"
             )
-        ids = token_ids(source, "the source", self._vocab_size)
-        if not ids:
-            raise StateError(f"condition({row}, ...) was given an empty source; a source has at least one token")
+        if not isinstance(source, SourceFeatures):
+            source = tuple(token_ids(source, "the source", self._vocab_size))
+            if not source:
+                raise StateError(f"condition({row}, ...) was given an empty source; a source has at least one token")
         changes = Changes()
-        for layer, tensors in zip(self.layers, self._encode(ids), strict=True):
+        for layer, tensors in zip(self.layers, self._encode(source), strict=True):
             if layer.conditioned:
                 layer.restore(row, 0, tensors, changes)
-        self._apply(changes, self._with(row, own._replace(source=tuple(ids), logits=None, marks=())))
+        kept = source.without_values() if isinstance(source, SourceFeatures) else source
+        self._apply(changes, self._with(row, own._replace(source=kept, logits=None, marks=())))
 
     @ordinary_tensors
     def queue(self, row: int, ids: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lmstate.errors import ModelError, StateError
 from lmstate.state.media import MediaSpan, identities
+from lmstate.state.sources import Source, SourceFeatures
 from lmstate.vision.families import BEGUN, UNTILED
 from lmstate.vision.pictures import read_picture
 from lmstate.vision.tower import Tower
@@ -33,13 +34,13 @@ MOST_PIXELS = 2**27  # of all of them together
 class PicturePrompt:
     """The tokens of a prompt, and its pictures where they stand among them. `seconds`: that the tower took.
 
-    `source`: the ids that its tokens read, of a model with an encoder.
+    `source`: what its tokens read, of a model with an encoder.
     """
 
     tokens: list[int]
     media: tuple[MediaSpan, ...] = ()
     seconds: float = field(default=0.0, compare=False)
-    source: tuple[int, ...] | None = None
+    source: Source | None = None
 
     def place(self, state: State, row: int = 0) -> None:
         """Announce its pictures behind the tokens of a row, which `tokens` are then fed to; with its source, if any."""
@@ -59,8 +60,10 @@ class PicturePrompt:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its pictures."""
-        return sum(tensor.nbytes for span in self.media for tensor in span.media.tensors)
+        """Bytes of its pictures, and of the features that it reads."""
+        values = self.source.values if isinstance(self.source, SourceFeatures) else None
+        of_source = 0 if values is None else values.nbytes
+        return of_source + sum(tensor.nbytes for span in self.media for tensor in span.media.tensors)
 
 
 class PictureReader:

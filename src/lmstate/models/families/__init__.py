@@ -166,6 +166,7 @@ FAMILIES = {
     "t5": "t5",
     "umt5": "t5",
     "vaultgemma": "gemma2",
+    "whisper": "whisper",
     "xglm": "opt",
     "xlstm": "xlstm",
     "youtu": "deepseek",

@@ -72,13 +72,26 @@ class Stack:
     inner: int
     act: str
     norms_first: bool
+    unbiased: str | None = None  # the one projection of attention that has no bias
+
+    @staticmethod
+    def of(w: WeightLoader, name: str, shape: b.Dims, norms_first: bool, unbiased: str | None = None) -> Stack:
+        """The one named "encoder" or "decoder", in a model whose other sizes are `shape`."""
+        config = w.config
+        heads = config.int(f"{name}_attention_heads", low=1, high=b.MAX_SIZE)
+        if shape.hidden % heads:
+            raise ModelError(f"{config.where}: {heads} heads cannot share a width of {shape.hidden} evenly")
+        layers = config.int(f"{name}_layers", low=1, high=4096)
+        own = replace(shape, heads=heads, kv_heads=heads, head_dim=shape.hidden // heads, layers=layers)
+        inner = config.int(f"{name}_ffn_dim", low=1, high=b.MAX_SIZE)
+        return Stack(w, f"model.{name}", own, inner, b.activation(config), norms_first, unbiased)
 
     def norm(self, name: str) -> Norm:
         return b.layer_norms(self.w, self.shape)(f"{self.prefix}.{name}")
 
     def attention(self, layer: int) -> Attention:
         name = f"{self.prefix}.layers.{layer}.self_attn"
-        return b.attention(self.w, name, self.shape, None, out="out_proj", biased=True)
+        return b.attention(self.w, name, self.shape, None, out="out_proj", biased=True, unbiased=self.unbiased)
 
     def feed_forward(self, layer: int) -> MLP:
         name = f"{self.prefix}.layers.{layer}"
@@ -90,6 +103,27 @@ class Stack:
         if not self.norms_first:
             return Block(mixer, mlp, output_hook=None if last else NormedStream(own))
         return Block(mixer, mlp, own if mlp is None else None, None if mlp is None else own)
+
+    def encoder_blocks(self) -> list[Block]:
+        """Of all layers, one for each part."""
+        blocks = []
+        for layer in range(self.shape.layers):
+            reading, last = BidirectionalAttention(self.attention(layer)), layer == self.shape.layers - 1
+            blocks.append(self.block(reading, None, f"{layer}.self_attn_layer_norm"))
+            blocks.append(self.block(Identity(), self.feed_forward(layer), f"{layer}.final_layer_norm", last))
+        return blocks
+
+    def decoder_block(self, index: int) -> Block:
+        """A part of a layer, each of which has three."""
+        layer, part = divmod(index, 3)
+        if part == 0:
+            return self.block(self.attention(layer), None, f"{layer}.self_attn_layer_norm")
+        if part == 1:
+            name = f"{self.prefix}.layers.{layer}.encoder_attn"
+            crossing = b.cross_attention(self.w, name, self.shape, biased=True, unbiased_keys=self.unbiased is not None)
+            return self.block(crossing, None, f"{layer}.encoder_attn_layer_norm")
+        last = layer == self.shape.layers - 1
+        return self.block(Identity(), self.feed_forward(layer), f"{layer}.final_layer_norm", last)
 
     def final_norm(self) -> Norm:
         """The norm behind the last block."""
@@ -120,33 +154,22 @@ def build(w: WeightLoader) -> Model:
     shape = replace(shape, eps=EPS)
     _check(config, shape)
     shared = b.first_present(w, "model.shared.weight", "model.encoder.embed_tokens.weight")
-    reading, writing = _stack(w, "encoder", shape), _stack(w, "decoder", shape)
+    first = family in NORMS_FIRST
+    reading, writing = (Stack.of(w, name, shape, first) for name in ("encoder", "decoder"))
     scale = shape.hidden**0.5 if config.bool("scale_embedding") else 1.0
     encoder = Encoder(
         w.linear(shared, shape=(shape.vocab, shape.hidden)),
-        _encoder_blocks(reading),
+        reading.encoder_blocks(),
         reading.final_norm(),
         b.start_id(config, shape.vocab),
         reading.positions(),
         scale,
     )
     bias = w.tensor("final_logits_bias", (1, shape.vocab), optional=True)
-
-    def decoder_block(index: int) -> Block:
-        layer, part = divmod(index, 3)
-        if part == 0:
-            return writing.block(writing.attention(layer), None, f"{layer}.self_attn_layer_norm")
-        if part == 1:
-            name = f"model.decoder.layers.{layer}.encoder_attn"
-            crossing = b.cross_attention(w, name, writing.shape, biased=True)
-            return writing.block(crossing, None, f"{layer}.encoder_attn_layer_norm")
-        last = layer == writing.shape.layers - 1
-        return writing.block(Identity(), writing.feed_forward(layer), f"{layer}.final_layer_norm", last)
-
     model = b.decoder(
         w,
         replace(writing.shape, layers=3 * writing.shape.layers),
-        decoder_block,
+        writing.decoder_block,
         embed=shared.removesuffix(".weight"),
         embed_scale=scale,
         entry=writing.positions(),
@@ -157,27 +180,6 @@ def build(w: WeightLoader) -> Model:
     if bias is None or not bias.any():
         return model
     return replace(model, network=replace(model.network, head_bias=bias[0]))
-
-
-def _stack(w: WeightLoader, name: str, shape: b.Dims) -> Stack:
-    config = w.config
-    heads = config.int(f"{name}_attention_heads", low=1, high=b.MAX_SIZE)
-    if shape.hidden % heads:
-        raise ModelError(f"{config.where}: {heads} heads cannot share a width of {shape.hidden} evenly")
-    layers = config.int(f"{name}_layers", low=1, high=4096)
-    own = replace(shape, heads=heads, kv_heads=heads, head_dim=shape.hidden // heads, layers=layers)
-    inner = config.int(f"{name}_ffn_dim", low=1, high=b.MAX_SIZE)
-    first = config.str("model_type") in NORMS_FIRST
-    return Stack(w, f"model.{name}", own, inner, b.activation(config), first)
-
-
-def _encoder_blocks(stack: Stack) -> list[Block]:
-    blocks = []
-    for layer in range(stack.shape.layers):
-        reading, last = BidirectionalAttention(stack.attention(layer)), layer == stack.shape.layers - 1
-        blocks.append(stack.block(reading, None, f"{layer}.self_attn_layer_norm"))
-        blocks.append(stack.block(Identity(), stack.feed_forward(layer), f"{layer}.final_layer_norm", last))
-    return blocks
 
 
 def _check(config: Config, shape: b.Dims) -> None:

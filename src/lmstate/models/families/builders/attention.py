@@ -35,6 +35,7 @@ def attention(
     out: str = "o_proj",
     biased: bool | None = None,
     out_biased: bool | None = None,
+    unbiased: str | None = None,
     whole_pictures: bool = False,
 ) -> Attention:
     """Attention whose projections are `q_proj`, `k_proj`, `v_proj`, `o_proj` under `prefix`, with or without biases.
@@ -43,6 +44,7 @@ def attention(
     and how many. `reads`: the layer whose keys and values this one attends to; it has none of its own. `query`, `key`,
     `value`, `out`: other names for the projections. `biased`: whether biases must be there; None: where
     `attention_bias` says so. `out_biased`: the same of `o_proj`; None: as of the others.
+    `unbiased`: the one projection that has none.
     """
     width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     queries = width * (2 if gate else 1)
@@ -50,7 +52,7 @@ def attention(
     if reads is None:
         parts, widths = [*parts, key, value], [queries, kv_width, kv_width]
     biased = w.config.bool("attention_bias", default=False) if biased is None else biased
-    bias = biases(w, *(f"{prefix}.{part}.bias" for part in parts), wanted=biased)
+    bias = biases(w, *(f"{prefix}.{part}.bias" for part in parts), wanted=biased, without=f"{prefix}.{unbiased}.bias")
     if gates is not None:
         parts, widths = [*parts, gates[0]], [*widths, gates[1]]
         bias = None if bias is None else torch.cat([bias, bias.new_zeros(gates[1])])
@@ -83,11 +85,15 @@ def cross_attention(
     *,
     names: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "out_proj"),
     biased: bool,
+    unbiased_keys: bool = False,
     scale: float | None = None,
     softcap: float | None = None,
     source_width: int | None = None,
 ) -> CrossAttention:
-    """Attention to a source. `names`: of its projections; `source_width`: of the encoder, where it is another."""
+    """Attention to a source. `names`: of its projections; `source_width`: of the encoder, where it is another.
+
+    `unbiased_keys`: the projection of keys has no bias, where the others have one.
+    """
     query, key, value, out = (f"{prefix}.{name}" for name in names)
     width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     source_width = shape.hidden if source_width is None else source_width
@@ -100,7 +106,7 @@ def cross_attention(
         shape.head_dim,
         shape.head_dim**-0.5 if scale is None else scale,
         biases(w, f"{query}.bias", wanted=biased),
-        biases(w, f"{key}.bias", f"{value}.bias", wanted=biased),
+        biases(w, f"{key}.bias", f"{value}.bias", wanted=biased, without=f"{key}.bias" if unbiased_keys else None),
         biases(w, f"{out}.bias", wanted=biased),
         softcap,
     )
@@ -145,15 +151,20 @@ def fused_attention(
     )
 
 
-def biases(w: WeightLoader, *names: str, wanted: bool = False) -> Tensor | None:
+def biases(w: WeightLoader, *names: str, wanted: bool = False, without: str | None = None) -> Tensor | None:
     """The biases of stacked projections in one vector, as long as those are high; None if the checkpoint has none.
 
-    `wanted`: it is an error if there are none.
+    `wanted`: it is an error if there are none. `without`: one of the names that has none, which counts as zeros.
     """
 
-    found = [
-        w.tensor(name, w.shape(f"{name.removesuffix('bias')}weight")[:1]) for name in names if w.has(name)
-    ]  # fmt: skip
-    if len(found) < len(names) and (found or wanted):
+    def height(name: str) -> tuple[int, ...]:
+        return w.shape(f"{name.removesuffix('bias')}weight")[:1]
+
+    found = {name: w.tensor(name, height(name)) for name in names if w.has(name)}
+    missing = [name for name in names if name not in found and name != without]
+    if missing and (found or wanted):
         raise ModelError(f"{w.source.path} lacks some of {', '.join(names)}; the checkpoint is incomplete")
-    return torch.cat(found) if found else None
+    if not found:
+        return None
+    zeros = next(iter(found.values())).new_zeros
+    return torch.cat([found[name] if name in found else zeros(height(name)) for name in names])
