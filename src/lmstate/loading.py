@@ -14,6 +14,7 @@ from lmstate.models.model import Model
 from lmstate.state.validate import whole_number
 
 if TYPE_CHECKING:
+    from lmstate.training.adapter_config import AdapterConfig
     from lmstate.training.lora import LoraConfig
 
 
@@ -22,7 +23,7 @@ def load(
     weights: str = "auto",
     dtype: torch.dtype | None = None,
     device: Devices | None = None,
-    trainable: bool | Literal["lora"] = False,
+    trainable: bool | Literal["lora", "adapter"] | AdapterConfig = False,
     lora: LoraConfig | None = None,
     adapter: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]] | None = None,
     merge: bool = False,
@@ -41,11 +42,11 @@ def load(
     dtype: of stored keys and values and of large products; float32 for float32 weights, else bfloat16.
     device: the CPU unless given. Several devices share the model's blocks by bytes (`["cuda:0", "cuda:1"]`) or as given
     (`{"cuda:0": 20, "cpu": 12}`); "auto" fills the GPUs and leaves the rest to the CPU. See docs/devices.md.
-    trainable: True for a model of which every weight is a parameter, "lora" for one of which an adapter is, described
-    by `lora` (see `lmstate.training`), over weights of any storage.
-    adapter: a folder with a LoRA adapter as PEFT saves it, which runs beside the weights, or is merged into them with
-    `merge`; or several by name, of which `model.adapted(name)` runs one, or one for each row. With trainable="lora",
-    the one to train on.
+    trainable: True for a model of which every weight is a parameter; "lora" for one of which an adapter is, described
+    by `lora`, over weights of any storage. A config of `lmstate.training` trains an adapter of its kind, "adapter" the
+    one in the folder `adapter`.
+    adapter: a folder with an adapter as PEFT saves it (LoRA, (IA)3, LoHa, LoKr), which runs beside the weights, or is
+    merged into them with `merge`; or several by name, of which `model.adapted(name)` runs one, or one for each row.
     heads: also load the checkpoint's multi-token prediction heads, to draft with (`generate(draft="heads")`; "auto"
     uses them too). Each is one more layer, which every state of the model then keeps and every step runs. Or the folder
     or Hub id of a head that was published apart (EAGLE-3).

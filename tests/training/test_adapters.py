@@ -23,7 +23,7 @@ from lmstate.files.writing import save_tensors
 from lmstate.models.fingerprint import weights_in
 from lmstate.training import AdaptedModel, LoraConfig, LoraModel, loss
 from lmstate.training.adapted import AdaptedWeights, build_adapted
-from lmstate.training.lora import module_key
+from lmstate.training.adapter_config import module_key
 from tests.training.in_double import InDouble
 from tests.training.small import ragged, saved, theirs, whole_loss
 from tests.zoo import CASES as ZOO

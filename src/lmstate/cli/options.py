@@ -73,7 +73,11 @@ Activations = Annotated[
 Adapter = Annotated[
     Path | None,
     typer.Option(
-        "--adapter", metavar="FOLDER", exists=True, file_okay=False, help="A LoRA adapter to run beside the weights."
+        "--adapter",
+        metavar="FOLDER",
+        exists=True,
+        file_okay=False,
+        help="A PEFT adapter to run beside the weights.",
     ),
 ]
 ContextSize = Annotated[

@@ -1,4 +1,4 @@
-"""Training through the state: models with parameters, the loss of long texts in chunks, LoRA adapters."""
+"""Training through the state: models with parameters, the loss of long texts in chunks, adapters."""
 
 from __future__ import annotations
 
@@ -10,14 +10,22 @@ from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
 from lmstate.models.model import Model
 from lmstate.training.adapted import AdaptedModel, LoraModel, adapted_model
+from lmstate.training.adapter import Adapter
+from lmstate.training.adapter_config import AdapterConfig
 from lmstate.training.chunked import hidden_states
-from lmstate.training.lora import Adapter, LoraConfig
+from lmstate.training.ia3 import IA3Config
+from lmstate.training.lora import LoraConfig
+from lmstate.training.lycoris import LoHaConfig, LoKrConfig
 from lmstate.training.model import ParameterModel, TrainableModel
 from lmstate.training.next_token import loss, next_token_loss
 
 __all__ = [
     "AdaptedModel",
     "Adapter",
+    "AdapterConfig",
+    "IA3Config",
+    "LoHaConfig",
+    "LoKrConfig",
     "LoraConfig",
     "LoraModel",
     "ParameterModel",
@@ -33,14 +41,17 @@ Folder = str | os.PathLike[str]
 
 def open_model(
     weights: WeightLoader,
-    trainable: bool | Literal["lora"],
+    trainable: bool | Literal["lora", "adapter"] | AdapterConfig,
     lora: LoraConfig | None,
     adapter: Folder | Mapping[str, Folder] | None,
     merge: bool,
 ) -> Model:
     """The model of an open checkpoint with parameters or adapters; see `lmstate.load`."""
-    if not isinstance(trainable, bool) and trainable != "lora":
-        raise ModelError(f'trainable={trainable!r:.80} was asked for; there are True, False and "lora"')
+    if not isinstance(trainable, bool | AdapterConfig) and trainable not in ("lora", "adapter"):
+        raise ModelError(
+            f'trainable={trainable!r:.80} was asked for; there are True, False, "lora", "adapter" and the configs of '
+            "lmstate.training"
+        )
     if merge and adapter is None:
         raise ModelError("merge=True was asked for without an adapter to merge")
     described: object = lora
@@ -49,10 +60,18 @@ def open_model(
     if lora is not None and (trainable != "lora" or adapter is not None):
         raise ModelError('lora=... describes a new adapter that is trained: it goes with trainable="lora" alone')
     if trainable and (merge or isinstance(adapter, Mapping) or (trainable is True and adapter is not None)):
-        raise ModelError('one adapter can be trained on, with trainable="lora"; it is not merged')
+        raise ModelError('one adapter can be trained on, with trainable="adapter"; it is not merged')
+    if isinstance(trainable, AdapterConfig) and adapter is not None:
+        raise ModelError('a config of a new adapter was given with a folder to train on: give trainable="adapter"')
+    if trainable == "adapter" and adapter is None:
+        raise ModelError('trainable="adapter" was asked for without adapter=...: give its folder, or trainable="lora"')
     if trainable is True:
         return TrainableModel(weights)
-    if trainable:
-        kind = weights.source.config.get("model_type")
-        return LoraModel(weights, lora or LoraConfig(), None if adapter is None else Adapter.load(adapter, kind))  # type: ignore[arg-type]
-    return adapted_model(weights, adapter, merge)
+    if not trainable:
+        return adapted_model(weights, adapter, merge)
+    if adapter is None:
+        return LoraModel(weights, trainable if isinstance(trainable, AdapterConfig) else lora or LoraConfig())
+    loaded = Adapter.load(adapter, weights.source.config.get("model_type"))  # type: ignore[arg-type]
+    if trainable == "lora" and not isinstance(loaded.config, LoraConfig):
+        raise ModelError(f'{adapter} is a {loaded.config.peft_type} adapter: give trainable="adapter" to train on it')
+    return LoraModel(weights, loaded.config, loaded)

@@ -1,4 +1,4 @@
-"""Models with LoRA adapters beside their weights: one for all rows of a batch, one for each, or one that is trained."""
+"""Models with adapters beside their weights: one for all rows of a batch, one for each, or one that is trained."""
 
 from __future__ import annotations
 
@@ -15,21 +15,29 @@ from torch import Tensor
 
 from lmstate.checkpoints.hub import weights_of
 from lmstate.checkpoints.loader import Make, Numbers, StackedMatrix, WeightLoader, transpose
-from lmstate.checkpoints.source import floats
+from lmstate.checkpoints.source import Source, floats
 from lmstate.errors import ModelError, StateError
 from lmstate.models.fingerprint import weights_in
 from lmstate.models.model import Model
 from lmstate.ops.types.weight import Weight
 from lmstate.ops.weights.bfloat12 import Bfloat12Weight
 from lmstate.ops.weights.grouped import FloatWeight, quantize
-from lmstate.ops.weights.lora import LoraWeight, LowRank
-from lmstate.training.lora import ALL, PEFT_REFUSES, Adapter, LoraConfig, module_key
+from lmstate.ops.weights.lora import LoraWeight, Rescaling, Update
+from lmstate.training.adapter import Adapter
+from lmstate.training.adapter_config import ALL, AdapterConfig, module_key
+from lmstate.training.lora import PEFT_REFUSES
 from lmstate.training.model import ParameterModel
 from lmstate.training.module_names import modules_of
 
 EXPERT = re.compile(r"\.experts\.\d+\.")
 Selection = Sequence[Adapter | None]
 """The adapter of each row; of all rows, if there is one."""
+
+
+def _matrix_of(source: Source, bias: str) -> str | None:
+    """The matrix that a tensor is the bias of; None for any other tensor."""
+    name = bias.removesuffix(".bias") + ".weight"
+    return name if bias.endswith(".bias") and name in source.names() and len(source.shape(name)) == 2 else None
 
 
 class AdaptedWeights(WeightLoader):
@@ -64,9 +72,22 @@ class AdaptedWeights(WeightLoader):
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None, optional: bool = False) -> Tensor | None:  # type: ignore[override]
         whole = super().tensor(name, shape, optional)  # type: ignore[call-overload]
-        if whole is None or whole.ndim != 2:
-            return whole
-        return self._updated(name, whole)
+        if whole is not None and whole.ndim == 2:
+            return self._updated(name, whole)
+        if whole is not None and self._merge and (matrix := _matrix_of(self.source, name)) is not None:
+            return self._rescaled(matrix, whole)
+        return whole
+
+    def _rescaled(self, name: str, bias: Tensor) -> Tensor:
+        """The bias `[N]` of a matrix, multiplied where an update multiplies outputs."""
+        first, shape, whole = 0, self.shape(name), bias.clone()
+        width = shape[1] if shape[0] == len(bias) else shape[0]
+        for module, outputs in modules_of(self.source, name, len(bias)):
+            update = self._selection[0].update(module, first, (outputs, width)) if self._selection[0] else None
+            if isinstance(update, Rescaling) and not update.of_inputs:
+                whole[first : first + outputs] *= update.factors
+            first += outputs
+        return whole
 
     def derived(self, label: str, *names: str, make: Make, shape: tuple[int, int], stored: str | None = None) -> Weight:
         if label in self._made or not any(self._updates(name) for name in names if len(self.shape(name)) == 2):
@@ -82,7 +103,7 @@ class AdaptedWeights(WeightLoader):
         self._made[label] = self._for_decoding(weight)
         return self._made[label]
 
-    def _updates(self, name: str) -> list[LowRank]:
+    def _updates(self, name: str) -> list[Update]:
         """The updates of a matrix that is loaded whole: one of each of its modules that has one."""
         (height, width), first, updates = self.shape(name), 0, []
         for module, outputs in modules_of(self.source, name, height):
@@ -92,6 +113,9 @@ class AdaptedWeights(WeightLoader):
                 raise ModelError(f"{module} has an update by one adapter of several: choose one adapter for all rows")
             updates += [each for each in rows[:1] if each is not None]
             first += outputs
+        outer = any(isinstance(each, Rescaling) and not each.of_inputs for each in updates)
+        if outer and not self._merge and name.removesuffix(".weight") + ".bias" in self.source.names():
+            raise ModelError(f"the adapter multiplies the outputs of {module}, bias and all: load it with merge=True")
         return updates
 
     def _updated(self, name: str, matrix: Tensor) -> Tensor:
@@ -156,7 +180,7 @@ class AdaptedWeights(WeightLoader):
         else:
             self.modules.update(zip(modules, shapes))
             self.places.update((module, (label, first, places)) for module, first in zip(modules, firsts))
-        known: dict[int, tuple[LowRank, ...]] = {}
+        known: dict[int, tuple[Update, ...]] = {}
         for adapter in self._selection:
             if adapter is None:
                 continue
@@ -235,10 +259,11 @@ class AdaptedModel(Model):
 class LoraModel(ParameterModel):
     """A model of which one adapter is trained, over weights of any storage that stay as they are.
 
-    Made by `lmstate.load(..., trainable="lora")`. Parameters have the names that they have in an adapter's file.
+    Made by `lmstate.load(..., trainable="lora")`, or with a config. Parameters have the names that they have in an
+    adapter's file.
     """
 
-    def __init__(self, weights: WeightLoader, config: LoraConfig, adapter: Adapter | None = None) -> None:
+    def __init__(self, weights: WeightLoader, config: AdapterConfig, adapter: Adapter | None = None) -> None:
         plain = AdaptedWeights(weights, [None])
         model = build_adapted(plain, [None])
         outside = {

@@ -13,7 +13,7 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 
 import torch
@@ -93,7 +93,8 @@ class FineTuning:
             list(self.parameters.values()), lr=settings.rate, betas=settings.betas, weight_decay=settings.weight_decay
         )
         self.step = 0
-        adapter = asdict(model.adapter.config) if isinstance(model, LoraModel) else None
+        config = model.adapter.config if isinstance(model, LoraModel) else None
+        adapter = asdict(config) if is_dataclass(config) else None
         self._origin = json.loads(
             json.dumps({"settings": asdict(settings), "adapter": adapter, "documents": _digest(documents)})
         )

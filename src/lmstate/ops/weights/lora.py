@@ -1,12 +1,14 @@
-"""A weight with products of low rank beside it (LoRA, Hu et al. 2021): `W x + scale * B A x`, W as it is stored.
+"""A weight with the updates of an adapter beside it, W as it is stored.
 
-With magnitudes m (DoRA, Liu et al. 2024): `m * V x / |V|`, V = W + scale * B A, where the norm is that of each row
-of V, and constant to gradients.
+LoRA (Hu et al. 2021), LoHa (2108.06098) and LoKr (2212.10650) add products of small matrices: `W x + up @ down x`. With
+magnitudes m (DoRA, Liu et al. 2024) it is `m * V x / |V|`, V = W + up @ down, where the norm is that of each row of V,
+and constant to gradients. (IA)3 (2205.05638) multiplies inputs or outputs: `W (l * x)`, `l * (W x + bias)`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,45 +21,118 @@ from lmstate.ops.types.weight import Weight
 from lmstate.ops.weights.grouped import FloatWeight
 
 
-class Magnitude:
-    """The magnitudes of a matrix's outputs, float32 `[n]`."""
+class AdapterTensor:
+    """A tensor of an adapter, float32: an optimizer writes into it, and others may take its place."""
 
     def __init__(self, storage: Tensor) -> None:
         self.storage = storage
 
 
 @dataclass(frozen=True, eq=False)
-class LowRank:
-    """Low-rank update of the outputs `first .. first + n - 1` of a weight: `scale * up @ down`."""
+class Update(ABC):
+    """A change of the outputs `first .. last - 1` of a weight, those of a module of `shape` `[n, K]`."""
 
     first: int
-    down: FloatWeight  # [rank, K]
-    up: FloatWeight  # [n, rank]
-    scale: float
-    magnitude: Magnitude | None = None
+    shape: tuple[int, int]
+    parts: Mapping[str, AdapterTensor]
 
     @property
     def last(self) -> int:
-        return self.first + self.up.out_features
+        return self.first + self.shape[0]
 
-    def parts(self) -> list[Tensor]:
-        """The tensors that it is made of."""
-        parts = [self.down.storage, self.up.storage]
-        return parts if self.magnitude is None else [*parts, self.magnitude.storage]
+    def read(self, name: str) -> Tensor:
+        """The part of that name."""
+        return self.parts[name].storage
 
+    @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """Tensors that are equal where updates are."""
-        held = {"down": self.down.storage * self.scale, "up": self.up.storage * self.scale}
-        return held if self.magnitude is None else {**held, "magnitude": self.magnitude.storage}
 
 
-Updates = tuple[LowRank, ...]
-"""Those of one adapter in one weight, none of which overlap, in the order of their outputs."""
+@dataclass(frozen=True, eq=False)
+class Product(Update):
+    """An update that adds `scale * up @ down` to a weight, and may have magnitudes."""
+
+    scale: float
+
+    @abstractmethod
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """down `[r, K]` and up `[n, r]`, without the scale."""
+
+    @property
+    def magnitude(self) -> Tensor | None:
+        """Of each output, `[n]`."""
+        return None
+
+    def tensors(self) -> dict[str, Tensor]:
+        down, up = self.matrices()
+        held = {"down": down * self.scale, "up": up * self.scale}
+        return held if self.magnitude is None else {**held, "magnitude": self.magnitude}
+
+
+class LowRank(Product):
+    """LoRA: down is A `[r, K]`, up is B `[n, r]`; and DoRA."""
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        return self.read("lora_A"), self.read("lora_B")
+
+    @property
+    def magnitude(self) -> Tensor | None:
+        part = self.parts.get("lora_magnitude_vector")
+        return None if part is None else part.storage
+
+
+class HadamardProduct(Product):
+    """LoHa: the elementwise product of two matrices of rank r, which has rank r * r."""
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        ups = self.read("hada_w1_a")[:, :, None] * self.read("hada_w2_a")[:, None]  # [n, r, r]
+        downs = self.read("hada_w1_b")[:, None] * self.read("hada_w2_b")[None]  # [r, r, K]
+        return downs.flatten(0, 1), ups.flatten(1)
+
+
+class KroneckerProduct(Product):
+    """LoKr: the Kronecker product of w1 `[a, b]` and w2 `[c, d]`, each of which may be a product itself."""
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        w1, (left, right) = self._first(), self._second()  # [a, b], [c, r], [r, d]
+        ones = torch.eye(min(w1.shape), dtype=w1.dtype, device=w1.device)
+        if w1.shape[0] < w1.shape[1]:
+            return torch.kron(w1, right), torch.kron(ones, left)
+        return torch.kron(ones, right), torch.kron(w1, left)
+
+    def _first(self) -> Tensor:
+        return self.read("lokr_w1") if "lokr_w1" in self.parts else self.read("lokr_w1_a") @ self.read("lokr_w1_b")
+
+    def _second(self) -> tuple[Tensor, Tensor]:
+        if "lokr_w2" not in self.parts:
+            return self.read("lokr_w2_a"), self.read("lokr_w2_b")
+        w2 = self.read("lokr_w2")
+        ones = torch.eye(min(w2.shape), dtype=w2.dtype, device=w2.device)
+        return (ones, w2) if w2.shape[0] < w2.shape[1] else (w2, ones)
+
+
+@dataclass(frozen=True, eq=False)
+class Rescaling(Update):
+    """(IA)3: a factor for each output, `[n, 1]`, or for each input, `[1, K]`."""
+
+    of_inputs: bool
+
+    @property
+    def factors(self) -> Tensor:
+        return self.read("ia3_l").flatten()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"inner" if self.of_inputs else "outer": self.factors}
+
+
+Updates = tuple[Update, ...]
+"""Those of one adapter in one weight, all of one kind, none of which overlap, in the order of their outputs."""
 Linear = Callable[..., Tensor]
 
 
 class _Joined(NamedTuple):
-    """Updates of one weight as one: `factor * (W + up @ down)`, and what they were made of."""
+    """Products of one weight as one: `factor * (W + up @ down)`, and what they were made of."""
 
     down: FloatWeight  # [sum of ranks, K]
     up: FloatWeight  # [N, sum of ranks], zero where an update has no part
@@ -103,6 +178,8 @@ class LoraWeight(Weight):
         """`product` with one adapter; y: what the base gives, bias and all, if that is known."""
         if not updates:
             return linear(x, self.base, bias) if y is None else y
+        if rescalings := _rescalings(updates):
+            return self._rescaled(rescalings, lambda factors: linear(_times(x, factors), self.base, bias), y)
         down, up, factor = self._joined(updates)
         if y is None or (factor is not None and bias is not None):
             y = linear(x, self.base, bias if factor is None else None)
@@ -111,44 +188,67 @@ class LoraWeight(Weight):
             return y
         return y * factor if bias is None else y * factor + bias
 
+    def _rescaled(
+        self, updates: Sequence[Rescaling], product: Callable[[Tensor | None], Tensor], y: Tensor | None
+    ) -> Tensor:
+        """Outputs `[..., N]`, where `product` gives them of inputs times `[K]`; y: those of inputs as they are."""
+        inner = [update for update in updates if update.of_inputs]
+        if y is None and [update.shape[0] for update in inner] != [self.out_features]:
+            y = product(None)
+        for update in inner:
+            own = product(update.factors)
+            y = own if y is None else torch.where(self._placed(update, own.new_ones(update.shape[0]), 0.0) > 0, own, y)
+        assert y is not None
+        for update in updates:
+            y = y if update.of_inputs else y * self._placed(update, update.factors, 1.0)
+        return y
+
+    def _placed(self, update: Update, values: Tensor, elsewhere: float) -> Tensor:
+        """A number for each output of the weight, `[N]`, from those of a module's."""
+        whole = F.pad(values, (update.first, self.out_features - update.last), value=elsewhere)
+        return whole if self.order is None else whole[self.order]
+
     def _joined(self, updates: Updates) -> tuple[FloatWeight, FloatWeight, Tensor | None]:
-        """The updates as one. It is kept until an optimizer writes into them."""
-        sources = tuple(tensor for update in updates for tensor in update.parts())
+        """Products as one. It is kept until an optimizer writes into them."""
+        products = [update for update in updates if isinstance(update, Product)]
+        sources = tuple(part.storage for update in products for part in update.parts.values())
         versions = tuple((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in sources)
         known = self._known.get(id(updates))
         if known is None or known.versions != versions:
             with torch.no_grad():
-                down, up = self._stacked(updates)
-                norm = self._norm(down, up) if any(update.magnitude for update in updates) else None
-                factor = None if norm is None else self._factor(updates, norm)
+                down, up = self._stacked(products)
+                normed = any(update.magnitude is not None for update in products)
+                norm = self._norm(down, up) if normed else None
+                factor = None if norm is None else self._factor(products, norm)
             known = _Joined(FloatWeight(down), FloatWeight(up), norm, factor, sources, versions)
             self._known[id(updates)] = known
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in sources):
             return known.down, known.up, known.factor
-        down, up = self._stacked(updates)
-        return FloatWeight(down), FloatWeight(up), None if known.norm is None else self._factor(updates, known.norm)
+        down, up = self._stacked(products)
+        return FloatWeight(down), FloatWeight(up), None if known.norm is None else self._factor(products, known.norm)
 
-    def _stacked(self, updates: Updates) -> tuple[Tensor, Tensor]:
+    def _stacked(self, products: Sequence[Product]) -> tuple[Tensor, Tensor]:
         """down `[ranks, K]` and up `[N, ranks]`, scaled, whose product is the sum of all updates."""
-        down = torch.cat([update.down.storage for update in updates])
+        pairs = [update.matrices() for update in products]
+        down = torch.cat([each for each, _ in pairs])
         parts, at, rank = [], 0, 0
-        for update in updates:
-            beside = len(down) - rank - update.up.in_features
+        for update, (_, up) in zip(products, pairs):
+            beside = len(down) - rank - up.shape[1]
             parts.append(down.new_zeros(update.first - at, len(down)))
-            parts.append(F.pad(update.up.storage * update.scale, (rank, beside)))
-            at, rank = update.last, rank + update.up.in_features
+            parts.append(F.pad(up * update.scale, (rank, beside)))
+            at, rank = update.last, rank + up.shape[1]
         up = torch.cat([*parts, down.new_zeros(self.out_features - at, len(down))])
         return down, up if self.order is None else up[self.order]
 
     def _norm(self, down: Tensor, up: Tensor) -> Tensor:
         return torch.linalg.vector_norm(self.base.dequantize() + up @ down, dim=1).clamp(min=1e-30)
 
-    def _factor(self, updates: Updates, norm: Tensor) -> Tensor:
+    def _factor(self, products: Sequence[Product], norm: Tensor) -> Tensor:
         """Factor of each output, `[N]`: 1 where no update has a magnitude."""
         magnitudes, where = [], []
-        for update in updates:
-            if update.magnitude is not None:
-                magnitudes.append(update.magnitude.storage)
+        for update in products:
+            if (magnitude := update.magnitude) is not None:
+                magnitudes.append(magnitude)
                 where.append(torch.arange(update.first, update.last, device=norm.device))
         places = torch.cat(where)
         if self.order is not None:
@@ -156,10 +256,12 @@ class LoraWeight(Weight):
         return torch.ones_like(norm).index_put((places,), torch.cat(magnitudes) / norm[places])
 
     def merged(self) -> Tensor:
-        """The sum as one matrix, float32 `[N, K]`; there is one adapter for all rows."""
-        (updates,) = self.each
+        """The updated weight as one matrix, float32 `[N, K]`; there is one adapter for all rows."""
+        (updates,), whole = self.each, self.base.dequantize()
+        if rescalings := _rescalings(updates):
+            return self._rescaled(rescalings, lambda factors: _times(whole, factors).T, None).T.contiguous()
         down, up, factor = self._joined(updates)
-        whole = self.base.dequantize() + up.dequantize() @ down.dequantize()
+        whole = whole + up.dequantize() @ down.dequantize()
         return whole if factor is None else whole * factor[:, None]
 
     def dequantize(self, dtype: torch.dtype = torch.float32, first: int = 0, count: int | None = None) -> Tensor:
@@ -181,9 +283,17 @@ class LoraWeight(Weight):
 
     @property
     def nbytes(self) -> int:
-        own = {id(u): sum(part.nbytes for part in u.parts()) for updates in self.each for u in updates}
+        own = {id(part): part.storage.nbytes for updates in self.each for u in updates for part in u.parts.values()}
         return self.base.nbytes + sum(own.values())
 
     @property
     def device(self) -> torch.device:
         return self.base.device
+
+
+def _rescalings(updates: Updates) -> list[Rescaling]:
+    return [update for update in updates if isinstance(update, Rescaling)]
+
+
+def _times(x: Tensor, factors: Tensor | None) -> Tensor:
+    return x if factors is None else x * factors
