@@ -41,7 +41,7 @@ class Uploads:
         with self._lock:
             if self._folder is None:
                 self._folder = TemporaryDirectory(prefix="lmstate-upload-")
-            path, _ = self._open.pop(part.id, None) or (Path(self._folder.name, uuid4().hex), 0.0)
+            path, _ = self._open.pop(part.id, (Path(self._folder.name, uuid4().hex), 0.0))
             try:
                 with path.open("ab") as file:
                     if file.tell() != part.start:
