@@ -22,7 +22,7 @@ from lmstate.checkpoints.saving import save_checkpoint, without_quantization
 from lmstate.checkpoints.source import GROUP, GroupedQuant, Source, floats
 from lmstate.errors import ModelError
 from lmstate.models.families import build
-from lmstate.ops.types.weight import FLOAT_KINDS
+from lmstate.ops.types.weight import FLOAT_KINDS, Weight
 from lmstate.ops.weights.grouped import rounded
 
 STEM = ".weight"  # the end of a matrix's name
@@ -39,10 +39,9 @@ def convert(name: str | os.PathLike[str], folder: Path, weights: str, progress: 
     folder = folder.resolve()
     refuse_used(folder)
     source = open_cached(resolve(name), cache_dir())
-    loader = WeightLoader(source, weights, progress=progress)
+    loader = Survey(source, weights, progress=progress)
     build(loader)  # what does not load is not converted; and matrices that are used together are stored alike
     writer = _Conversion(file_source(source), weights, loader.stacks, progress)
-    del loader  # and the matrices that it made
     beside = folder.parent / f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}.part"
     try:
         writer.save(beside)
@@ -66,6 +65,13 @@ def refuse_used(folder: Path) -> None:
         )
     if folder.is_dir() and any(folder.iterdir()):
         raise ModelError(f"{folder} is not empty: name a folder that is empty or not there")
+
+
+class Survey(WeightLoader):
+    """A loader that learns the storage of each matrix in `stacks`, and keeps none of them."""
+
+    def _for_decoding(self, weight: Weight) -> Weight:
+        return weight.to("meta")
 
 
 class _Conversion:

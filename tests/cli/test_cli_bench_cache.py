@@ -36,6 +36,9 @@ def test_bench_times_prompts_and_decodes_that_the_model_has_positions_for(monkey
     assert [line.split("  ")[0] for line in lines[2:]] == [
         "prefill 16", "prefill 48", "prefill 96", "prefill 200", "decode near 128",
     ]  # fmt: skip
+    assert [line.split(":")[0] for line in result.stderr.splitlines()] == [
+        "prefill 512 is left out", "decode near 512 is left out"
+    ]  # fmt: skip
     for line in lines[2:]:
         each_second, milliseconds = (float(word.replace(",", "")) for word in line.split()[-3:-1])
         assert each_second > 0 and milliseconds > 0

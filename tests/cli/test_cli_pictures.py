@@ -77,7 +77,7 @@ def test_pictures_that_cannot_be_read_are_told(
     (tmp_path / "saved").write_bytes(b"")
     assert "no such file" in generate("?", "--image", tmp_path / "none.png", code=1)
     told = generate("?", "--image", tmp_path / "text", code=1)
-    assert f"{tmp_path / 'text'}: a picture is damaged, or none of PNG" in told
+    assert f"{tmp_path / 'text'}: a picture has another format than PNG, JPEG, WEBP, GIF, or is damaged" in told
     for other in (["--raw"], ["--source", "x"]):
         assert "--image goes with a question" in generate("?", "--image", files[0], *other, code=2)
     generate("--raw", "Once", "-n", 1, "--save-state", tmp_path / "saved", "--force")
@@ -136,7 +136,7 @@ def test_a_chat_refuses_what_is_no_picture(seeing: lmstate.Model, files: list[st
         app, ["chat", "m", "-n", "6", "--no-stats"], input="".join(f"{line}\n" for line in lines)
     )
     assert result.exit_code == 1 and "3 of the questions and commands failed" in result.stderr
-    for told in ("/image needs a file name", "no such file", "a picture is damaged"):
+    for told in ("/image needs a file name", "no such file", "a picture has another format"):
         assert told in result.stderr
     assert result.stdout.splitlines()[1:] == answer(seeing, said(FIRST, "hi")).splitlines()
     conversation = ChatConversation(seeing, max_new_tokens=6)

@@ -11,11 +11,16 @@ from safetensors.torch import load_file, save_file
 
 import lmstate
 from lmstate.checkpoints.huggingface import mlx
+from lmstate.checkpoints.loader import WeightLoader
+from lmstate.checkpoints.open import open_source
 from lmstate.checkpoints.source import GroupedQuant
 from lmstate.cli.options import DEFAULT_MODEL
-from lmstate.converting import convert
+from lmstate.converting import Survey, convert
+from lmstate.models.families import build
 from lmstate.ops.weights.grouped import rounded
+from tests import zoo
 from tests.files.test_gguf_attention import save_mxfp4
+from tests.sweeps import sampled
 from tests.training.small import saved, theirs
 from tests.zoo import text
 
@@ -37,6 +42,17 @@ def test_a_converted_folder_has_the_bits_of_its_source(case: str, kind: str, tmp
             made = lmstate.load(tmp_path / "out", weights=weights)
             assert (made.fingerprint, made.dtype) == (source.fingerprint, source.dtype)
             assert torch.equal(made([ids]), source([ids]))
+
+
+@pytest.mark.parametrize("case", sampled([*zoo.CASES, *zoo.ENCODERS], CASES))
+def test_no_matrix_is_held_while_the_storage_of_all_is_learned(case: str) -> None:
+    with saved(zoo.kept(case)[0]) as folder:
+        source = open_source(folder)
+        loader, survey = WeightLoader(source, "int8", progress=False), Survey(source, "int8", progress=False)
+        build(loader)
+        build(survey)
+    assert survey.stacks == loader.stacks
+    assert survey._made and all(matrix.device.type == "meta" for matrix in survey._made.values())
 
 
 @pytest.mark.parametrize("kind", ["auto", "int4", "int8"])

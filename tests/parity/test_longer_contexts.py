@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 import lmstate
 from lmstate.errors import ModelError
+from lmstate.models.families import MOST_STRETCHED
 from tests.zoo import auto, pair, text
 
 MADE_FOR, LONGER = 40, 160
@@ -70,6 +72,17 @@ def test_positions_that_yarn_does_not_stretch_are_refused(case: str, why: str, t
         longer = LONGER
     with pytest.raises(ModelError, match=why):
         lmstate.load(tmp_path, "float32", context_size=longer)
+
+
+@pytest.mark.parametrize("times", [MOST_STRETCHED, MOST_STRETCHED + 1])
+def test_a_context_that_yarn_was_never_measured_for_warns(times: int, tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert lmstate.load(tmp_path, "float32", context_size=times * MADE_FOR).context_size == times * MADE_FOR
+    assert [f"{times} times the {MADE_FOR} tokens" in str(one.message) for one in told] == [True] * (
+        times > MOST_STRETCHED
+    )
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5])

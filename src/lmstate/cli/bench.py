@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmstate.cli import options
-from lmstate.cli.output import table
+from lmstate.cli.output import note, table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,6 +45,10 @@ def bench(
     most = loaded.context_size
     prompts = [count for count in PROMPTS if most is None or count <= most]
     held = [count for count in HELD if most is None or count + tokens <= most]
+    for line in [f"prefill {count}" for count in PROMPTS if count not in prompts]:
+        note(f"{line} is left out: the model takes {most:,} tokens")
+    for line in [f"decode near {count}" for count in HELD if count not in held]:
+        note(f"{line} is left out: with --tokens {tokens} it needs more than the {most:,} tokens that the model takes")
     _prefill(loaded, PROMPTS[0])  # the first call starts threads and touches the weights
     prefills: dict[int, list[float]] = {count: [] for count in prompts}
     decodes: dict[int, list[float]] = {count: [] for count in held}

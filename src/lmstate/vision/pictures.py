@@ -39,7 +39,7 @@ def read_picture(data: bytes) -> Image:
     anything is unpacked.
     """
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
         raise UnsupportedError("pictures need transformers and pillow: pip install 'lmstate[vision]'") from error
     if not isinstance(data, bytes | bytearray | memoryview):
@@ -59,8 +59,10 @@ def read_picture(data: bytes) -> Image:
             return ImageOps.exif_transpose(image).convert("RGB")
     except StateError:
         raise
+    except UnidentifiedImageError:
+        raise StateError(f"a picture has another format than {', '.join(FORMATS)}, or is damaged") from None
     # Parsers of damaged files raise whatever they come upon.
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise StateError(f"a picture has more pixels than may be: {error}") from None
     except Exception as error:
-        raise StateError(f"a picture is damaged, or none of {', '.join(FORMATS)}: {str(error)[:120]}") from error
+        raise StateError(f"a picture is damaged: {str(error)[:120]}") from error

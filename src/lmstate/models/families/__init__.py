@@ -5,6 +5,7 @@ The table is read without torch; `build` imports it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
@@ -15,6 +16,9 @@ from lmstate.errors import ModelError
 if TYPE_CHECKING:
     from lmstate.checkpoints.loader import WeightLoader
     from lmstate.models.model import Model
+
+MOST_STRETCHED = 32
+"""Times the tokens that a model was made for, up to which YaRN's paper (2309.00071) measured what it gives."""
 
 # model_type of a config -> the module that builds it.
 FAMILIES = {
@@ -234,6 +238,14 @@ def _context_size(model: Model, asked: int | None) -> int | None:
         raise ModelError(
             f"context_size={asked} was asked for, and this {model.config.family} model was made for {made_for} tokens; "
             f"YaRN does not stretch its positions: use context_size={made_for} or less"
+        )
+    if asked > MOST_STRETCHED * made_for:
+        warnings.warn(
+            f"context_size={asked} was asked for, {asked / made_for:.0f} times the {made_for} tokens that the model "
+            f"was made for; YaRN was measured up to {MOST_STRETCHED} times: answers may be nonsense, to short texts "
+            f"too; use context_size={MOST_STRETCHED * made_for} or less",
+            UserWarning,
+            stacklevel=2,
         )
     return asked
 
