@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import lmstate
 from lmstate.checkpoints.hub import ALIASES, name_of
 from lmstate.checkpoints.open import open_cached
 from lmstate.cli.app import app
+from lmstate.cli.bench import BenchResult, machine, report_lines
 from tests.files import ggufs
 from tests.zoo import ours
 
@@ -44,6 +48,59 @@ def test_bench_times_prompts_and_decodes_that_the_model_has_positions_for(monkey
         assert each_second > 0 and milliseconds > 0
     a_round = [[16, 0], [48, 0], [96, 0], [200, 0], [126, 0], *([1, 126 + i] for i in range(5))]
     assert fed == [[16, 0], *a_round, *a_round]
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> dict[str, lmstate.Model]:
+    """Two models by name, one of them with few positions."""
+    models = {"m": replace(ours("llama")), "small": replace(ours("mamba2"))}
+    models["small"].context_size = 40
+    monkeypatch.setattr(lmstate, "load", lambda name, weights, **_: models[name], raising=False)
+    return models
+
+
+def bench(*options: str) -> tuple[str, str]:
+    arguments = ["bench", "m", "small", "-n", "2", "--rounds", "2", "--prompts", "16,48", "--near", "32,64"]
+    result = CliRunner().invoke(app, [*arguments, "--threads", "1", *options])
+    assert result.exit_code == 0, result.stderr
+    return result.stdout, result.stderr
+
+
+def test_bench_as_json_has_every_round_and_the_size_of_each_model(two: dict[str, lmstate.Model]) -> None:
+    told, notes = bench("--json")
+    found = json.loads(told)
+    assert found["lmstate"] == lmstate.__version__ and found["torch"] == torch.__version__
+    assert [each["model"] for each in found["models"]] == list(two)
+    for each, model in zip(found["models"], two.values(), strict=True):
+        assert each["parameters"] == model.weight_totals.parameters and each["weights"] == model.weight_totals.nbytes
+        state = model.new_state()
+        model([[1] * each["state_tokens"]], state)
+        assert each["state_nbytes"] == sum(state.memory().values())
+        for timing in each["timings"]:
+            assert len(timing["seconds"]) == 2 and min(timing["seconds"]) > 0
+    shapes = [[(each["tokens"], each["near"]) for each in model["timings"]] for model in found["models"]]
+    assert shapes == [[(16, None), (48, None), (2, 32), (2, 64)], [(16, None), (2, 32)]]
+    assert "prefill 48 is left out: the model takes 40 tokens" in notes and "decode near 64 is left out" in notes
+
+
+def test_bench_reports_a_table_of_markdown(two: dict[str, lmstate.Model]) -> None:
+    told, _ = bench("--report")
+    about, _, *lines = told.splitlines()
+    assert lmstate.__version__ in about and torch.__version__ in about
+    header, rule, *rows = [re.split(r"(?<!\\)\|", line.strip("|")) for line in lines]
+    assert {len(row) for row in (header, rule, *rows)} == {11} and set("".join(rule)) == {"-"}
+    assert [cell.strip() for cell in header[-4:]] == ["prefill 16", "prefill 48", "decode near 32", "decode near 64"]
+    assert [row[0].strip() for row in rows] == ["m", "small"]
+    assert [cell.strip() == "-" for cell in rows[0][-4:]] == [False] * 4
+    assert [cell.strip() == "-" for cell in rows[1][-4:]] == [False, True, False, True]
+    named = BenchResult("a|b", "llama", 1, {}, 16, 1, 1, "cpu", ())
+    assert list(report_lines([named], machine()))[-1].startswith("| a\\|b | llama |")
+
+
+@pytest.mark.parametrize("wrong", [["--prompts", "16,x"], ["--near", "0"], ["--prompts", ""], ["--json", "--report"]])
+def test_bench_refuses_lengths_that_are_none(wrong: list[str]) -> None:
+    result = CliRunner().invoke(app, ["bench", "smollm2", *wrong])
+    assert result.exit_code == 2 and wrong[0] in result.stderr
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def doctor() -> None:
         ("lmstate", __version__),
         ("python", f"{platform.python_version()} on {platform.platform()}"),
         *((name, _version(name)) for name in LIBRARIES),
-        ("processor", f"{_processor()}, {torch.get_num_threads()} of {os.cpu_count()} threads"),
+        ("processor", f"{processor()}, {torch.get_num_threads()} of {os.cpu_count()} threads"),
         ("instructions", torch.backends.cpu.get_cpu_capability()),
         ("gpu", torch.cuda.get_device_name() if torch.cuda.is_available() else "none that torch can use"),
         ("gpu operations", reason(0) if reason(0) else "Triton; LMSTATE_OPS=reference forces the references"),
@@ -56,7 +56,7 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _processor() -> str:
+def processor() -> str:
     """The processor's name, where the system tells."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
