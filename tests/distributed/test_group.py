@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from time import monotonic
 
 import pytest
 import torch
@@ -63,3 +64,24 @@ def test_a_rank_that_hangs_or_ended_is_an_error() -> None:
     with pytest.raises(RanksError, match="ended"):
         group.gather(torch.ones(2), (2, 2))
     group.close()
+
+
+def test_a_rank_that_trickles_has_no_more_time_than_one_that_hangs() -> None:
+    """The limit is of the whole collective, however many pieces of it come."""
+    ours, theirs = socket.socketpair()
+    group, over = SocketGroup(0, 2, [ours], 0.5), threading.Event()
+
+    def trickle() -> None:
+        while not over.wait(0.05):
+            theirs.send(b"x")
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    begin = monotonic()
+    with pytest.raises(RanksError, match="timed out"):
+        group.gather(torch.ones(1000), (1000, 1000))
+    assert monotonic() - begin < 20
+    over.set()
+    thread.join()
+    group.close()
+    theirs.close()

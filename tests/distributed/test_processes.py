@@ -13,10 +13,12 @@ import pytest
 
 import lmstate
 from lmstate.distributed.model import ParallelModel
+from lmstate.engine import EngineClosed
 from lmstate.errors import ModelError, RanksError
 from tests.distributed.helpers import same, saved
 from tests.real_model import smollm2
 from tests.state.test_other_device import IDS, story
+from tests.waiting import wait_until
 
 TIMEOUT = 4.0
 """Seconds that the ranks wait for each other here."""
@@ -110,6 +112,48 @@ def test_a_process_that_dies_or_hangs_ends_the_model(folder: Path, how: signal.S
     for later in (lambda: model([IDS]), lambda: state.rewind(0, 1), lambda: model.new_state()):
         with pytest.raises(RanksError, match="load it again"):
             later()
+
+
+def test_an_engine_gives_the_answers_of_one_process(folder: Path, tmp_path: Path) -> None:
+    """Several at a time, with drafts, from a store too."""
+    two, one = opened(folder, timeout=60), lmstate.load(folder, weights="float32")
+    said: list[list[list[int]]] = []
+    for model in (two, one, two):
+        with lmstate.Engine(model, rows=3, store=tmp_path) as engine:
+            requests = [engine.submit(IDS[:9] * (2 + n), max_new_tokens=20, ignore_eos=True, n=2) for n in range(4)]
+            said.append([tokens for request in requests for tokens in request.result(300).tokens])
+    assert said[0] == said[1] == said[2]
+    two.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_ends_with_a_process_of_its_model(folder: Path, how: signal.Signals) -> None:
+    """Every request gets the same error, those that wait too, and no later one begins."""
+    model = opened(folder)
+    with lmstate.Engine(model, rows=2) as engine:
+        requests = [engine.submit(IDS[:9], max_new_tokens=400, ignore_eos=True) for _ in range(5)]
+        next(iter(requests[0]))
+        (other,) = followers()
+        os.kill(other, how)
+        errors = []
+        for request in requests:
+            with pytest.raises(RanksError, match="over 2 processes was lost") as caught:
+                request.result(LONG)
+            errors.append(str(caught.value))
+        assert len(set(errors)) == 1
+        assert gone([other])
+        for later in (lambda: engine.submit([1]), lambda: engine.session("a"), lambda: engine.tree()):
+            with pytest.raises(EngineClosed, match="load it again, and make another engine"):
+                later()
+
+
+def test_an_engine_that_rests_notices_that_a_process_has_died(folder: Path) -> None:
+    with lmstate.Engine(opened(folder)) as engine:
+        (other,) = followers()
+        os.kill(other, signal.SIGKILL)
+        wait_until(lambda: "closed" in repr(engine))
+        with pytest.raises(EngineClosed, match="over 2 processes was lost"):
+            engine.submit([1])
 
 
 def test_the_others_end_with_rank_0(folder: Path) -> None:

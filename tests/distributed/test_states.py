@@ -119,7 +119,6 @@ def test_what_is_refused_changes_nothing(both: Both) -> None:
         lambda: two.new_state(static=True),
         lambda: two.new_state(kv=lmstate.kv.Recent(64)),
         lambda: two.trace([IDS[:1]], on=lambda *_: None),
-        lambda: lmstate.Engine(two),
     ):
         with pytest.raises(StateError):
             refused()

@@ -72,8 +72,12 @@ class Asked:
 
 
 class Schedule:
-    def __init__(self, model: lmstate.Model, folder: Path, options: dict[str, Any]) -> None:
+    def __init__(
+        self, model: lmstate.Model, folder: Path, options: dict[str, Any], oracle: lmstate.Model | None = None
+    ) -> None:
+        """`oracle`: says what the model is to answer; the model itself if it is None."""
         self.model, self.folder, self.options = model, folder, options
+        self.oracle = oracle or model
         self.asked: list[Asked] = []
         self.texts: list[list[int]] = [prompt(40, 0)]
         self.sessions: dict[str, list[int]] = {}
@@ -178,7 +182,7 @@ class Schedule:
     def same(self, got: Completion, ids: Sequence[int], sampler: Sampler) -> None:
         assert got.logprobs is not None
         for index, (tokens, told) in enumerate(zip(got.tokens, got.logprobs)):
-            expected, logprobs, _ = alone(self.model, ids, len(tokens), sampler, index, ends=frozenset())
+            expected, logprobs, _ = alone(self.oracle, ids, len(tokens), sampler, index, ends=frozenset())
             assert tokens == expected
             assert [entry.logprob for entry in told] == pytest.approx(logprobs, abs=1e-4)
 
@@ -207,7 +211,9 @@ def test_any_schedule_drafted_by_heads_gives_each_request_what_it_gets_alone(
     check_schedules(pair(case).ours, options, request.config.getoption("--interleavings") // 80)
 
 
-def check_schedules(model: lmstate.Model, options: dict[str, Any], count: int) -> None:
+def check_schedules(
+    model: lmstate.Model, options: dict[str, Any], count: int, oracle: lmstate.Model | None = None
+) -> None:
     Failing.dice = random.Random(0)
 
     @settings(
@@ -220,7 +226,7 @@ def check_schedules(model: lmstate.Model, options: dict[str, Any], count: int) -
     @given(operations=st.lists(OPERATION, min_size=OPERATIONS, max_size=OPERATIONS))
     def run(operations: list[tuple]) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            schedule = Schedule(model, Path(folder), options)
+            schedule = Schedule(model, Path(folder), options, oracle)
             for name, *arguments in operations:
                 getattr(schedule, name)(*arguments)
             schedule.end()

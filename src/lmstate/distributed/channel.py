@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 import struct
 from typing import Any
@@ -36,6 +37,13 @@ class RankChannel:
         if not isinstance(message, list) or not message:
             raise ValueError("a message is a list that begins with a verb")
         return message
+
+    @property
+    def readable(self) -> bool:
+        """Whether the other end has said something, or is closed."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(0))
 
     def set_timeout(self, seconds: float | None) -> None:
         """Limit how long `send` and `receive` wait from now on; None: not at all."""

@@ -14,15 +14,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from lmstate.distributed.block_numbers import HeldBlocks
 from lmstate.distributed.channel import RankChannel
 from lmstate.distributed.group import SocketGroup
-from lmstate.distributed.mirror import gathered, received
 from lmstate.distributed.open import open_part
 from lmstate.distributed.ranks import Collectives
+from lmstate.distributed.snapshots import gathered, received, slot_states
 from lmstate.distributed.split import HeadWidths
 from lmstate.models.model import Model
-from lmstate.state import Layout, State
-from lmstate.state.blocks import BlockPool
+from lmstate.state import Layout, Snapshot, State
+from lmstate.state.blocks import BlockPool, pieces_of
 from lmstate.state.inference_mode import ordinary_tensors
 from lmstate.state.kv.policies.storage import Quantized
 from lmstate.state.step import integers
@@ -35,6 +36,7 @@ class Follower:
     def __init__(self, group: Collectives, model: Model, widths: HeadWidths) -> None:
         self.group, self.model, self.widths = group, model, widths
         self.states: dict[int, State] = {}
+        self.blocks = HeldBlocks()
         self.verbs: dict[str, Callable[..., None]] = {
             "new": self.new,
             "free": self.free,
@@ -46,6 +48,10 @@ class Follower:
             "snapshot": self.snapshot,
             "restore": self.restore,
             "add": self.add,
+            "in_blocks": self.in_blocks,
+            "read": self.read,
+            "follow": self.follow_piece,
+            "let_go": self.blocks.let_go,
         }
 
     def follow(self, channel: RankChannel) -> None:
@@ -110,8 +116,11 @@ class Follower:
         self.group.broadcast(hidden)
         self.model._head(hidden)
 
-    def snapshot(self, number: int, row: int) -> None:
-        gathered(self.group, self.states[number].snapshot(row).layers, self.widths)
+    def snapshot(self, number: int, row: int, numbers: list[int]) -> None:
+        layers = self.states[number].snapshot(row).layers
+        self.blocks.hold(numbers, [piece for layer in layers for piece in pieces_of(layer)])
+        for layer, widths in zip(layers, self.widths, strict=True):
+            gathered(self.group, layer, widths, lambda blocks: blocks)
 
     def restore(self, number: int, row: int, header: list[Any]) -> None:
         self.states[number].restore(row, self._received(header))
@@ -120,8 +129,23 @@ class Follower:
         found = self.states[number].add(None if header is None else self._received(header))
         assert found == row, f"row {found} was added where rank 0 added {row}"
 
-    def _received(self, header: list[Any]) -> Any:
-        return received(self.group, header, self.widths, self.model.config.vocab_size, self.model.fingerprint)
+    def in_blocks(self, number: int, place: int, start: int, told: dict[str, Any], numbers: list[int]) -> None:
+        layer, slots = list(slot_states(self.states[number]))[place]
+        read = received(self.group, told, self.widths[layer], self.blocks)
+        self.blocks.hold(numbers, list(pieces_of(slots.in_blocks(start, read))))
+
+    def read(self, told: list[Any], name: str, widths: list[int]) -> None:
+        self.group.gather(self.blocks.piece(told)[name], widths, dim=0)
+
+    def follow_piece(self, told: list[Any], before: list[Any]) -> None:
+        self.blocks.piece(told).follow(self.blocks.piece(before))
+
+    def _received(self, header: list[Any]) -> Snapshot:
+        """The part of this rank of a snapshot that rank 0 sends. Its logits are zeros: rank 0 alone has those."""
+        tokens, cached, frequency_key, known, told = header
+        layers = [received(self.group, of, widths, self.blocks) for of, widths in zip(told, self.widths, strict=True)]
+        logits = torch.zeros(self.model.config.vocab_size) if known else None
+        return Snapshot(tuple(tokens), cached, frequency_key, logits, tuple(layers), self.model.fingerprint)
 
 
 def _unknown(state: State, dimensions: int | None, kept: list[int] | None) -> tuple[Tensor | None, list[int] | None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from time import monotonic
 
 import torch
 from torch import Tensor
@@ -25,48 +26,60 @@ class SocketGroup:
     def __init__(self, rank: int, ranks: int, sockets: Sequence[socket.socket], timeout: float) -> None:
         """`sockets`: of rank 0 those to the others in their order; of another one that to rank 0.
 
-        timeout: the seconds after which a rank that sends or takes nothing counts as lost.
+        timeout: the seconds that a collective may take, after which the ranks count as lost.
         """
-        self.rank, self.ranks, self._sockets = rank, ranks, list(sockets)
+        self.rank, self.ranks, self._sockets, self._timeout = rank, ranks, list(sockets), timeout
         for each in self._sockets:
-            each.settimeout(timeout)
             each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
 
     def gather(self, own: Tensor, widths: Sequence[int], dim: int = -1) -> Tensor:
         """Tensors of all ranks, `widths[rank]` wide in one dimension, joined there in the order of the ranks."""
+        end = monotonic() + self._timeout
         shapes = [(*own.shape[:dim], width, *own.shape[dim:][1:]) for width in (*widths, sum(widths))]
         if self.rank:
             with reported("gather"):
-                self._sockets[0].sendall(_bytes(own.contiguous()))
-                return self._received(0, own, shapes[-1])
+                self._send(0, own.contiguous(), end)
+                return self._received(0, own, shapes[-1], end)
         with reported("gather"):
-            others = [self._received(at, own, shape) for at, shape in enumerate(shapes[1:-1])]
-        joined = torch.cat([own, *others], dim=dim).contiguous()
-        self.broadcast(joined)
+            others = [self._received(at, own, shape, end) for at, shape in enumerate(shapes[1:-1])]
+            joined = torch.cat([own, *others], dim=dim).contiguous()
+            for at in range(len(self._sockets)):
+                self._send(at, joined, end)
         return joined
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite a contiguous tensor with that of rank 0, on all others."""
+        end = monotonic() + self._timeout
         with reported("broadcast"):
             if self.rank:
-                self._fill(0, tensor)
+                self._fill(0, tensor, end)
                 return
-            for each in self._sockets:
-                each.sendall(_bytes(tensor))
+            for at in range(len(self._sockets)):
+                self._send(at, tensor, end)
 
     def close(self) -> None:
         for each in self._sockets:
             each.close()
 
-    def _received(self, at: int, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def _within(self, at: int, end: float) -> socket.socket:
+        """A socket that waits until then at most. Raises `TimeoutError` past it."""
+        if (left := end - monotonic()) <= 0:
+            raise TimeoutError("timed out")
+        self._sockets[at].settimeout(left)
+        return self._sockets[at]
+
+    def _send(self, at: int, tensor: Tensor, end: float) -> None:
+        self._within(at, end).sendall(_bytes(tensor))
+
+    def _received(self, at: int, like: Tensor, shape: tuple[int, ...], end: float) -> Tensor:
         tensor = like.new_empty(shape)
-        self._fill(at, tensor)
+        self._fill(at, tensor, end)
         return tensor
 
-    def _fill(self, at: int, tensor: Tensor) -> None:
+    def _fill(self, at: int, tensor: Tensor, end: float) -> None:
         into, done = _bytes(tensor), 0
         while done < len(into):
-            if not (count := self._sockets[at].recv_into(into[done:])):
+            if not (count := self._within(at, end).recv_into(into[done:])):
                 raise EOFError("it ended")
             done += count
 

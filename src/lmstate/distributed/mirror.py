@@ -7,22 +7,24 @@ where that is refused, the others never hear of it. Tensors move in forwards and
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
-from lmstate.distributed.ranks import Collectives, Ranks
-from lmstate.errors import SnapshotError, UnsupportedError
+from lmstate.distributed.blocks import RankBlocks
+from lmstate.distributed.ranks import Ranks
+from lmstate.distributed.snapshots import Captured, gathered, in_hand, part_of, send, slot_states, told
+from lmstate.errors import UnsupportedError
 from lmstate.state import Snapshot, State, Step
+from lmstate.state.blocks import CapturedBlocks, pieces_of
+from lmstate.state.layers.slots import SlotState
 from lmstate.state.media import Media
 from lmstate.state.snapshot import differences
 from lmstate.state.tree import PendingTree
-
-Captured = Mapping[str, Tensor]
 
 
 class Link:
@@ -138,56 +140,80 @@ class MirroredState(State):
     # ---- snapshots
 
     def snapshot(self, row: int = 0) -> Snapshot:
-        """One row as a value, the same as of one process: the heads of all ranks are gathered."""
+        """One row as a value, the same as of one process. Its blocks stay where they are, on every rank."""
         ranks = self.link.ranks
         with ranks.turn() as outermost:
             own = super().snapshot(row)
             if not outermost or not own.cached:
                 return own
-            ranks.tell("snapshot", self.link.number, row)
+            ranks.tell("snapshot", self.link.number, row, self._numbered(own.layers))
             with ranks.together():
-                return replace(own, layers=gathered(ranks.group, own.layers, self.link.heads))
+                layers = [
+                    gathered(ranks.group, layer, widths, partial(RankBlocks, ranks=ranks, widths=widths))
+                    for layer, widths in zip(own.layers, self.link.heads, strict=True)
+                ]
+            return replace(own, layers=tuple(layers))
 
     def restore(self, row: int, snapshot: Snapshot) -> None:
         """Put a snapshot of any number of processes in a row."""
         with self.link.ranks.turn():
-            super().restore(row, self._own(snapshot))
+            snapshot, own = self._taken(snapshot)
+            super().restore(row, own)
             self._send(snapshot, "restore", row)
 
     def add(self, snapshot: Snapshot | None = None) -> int:
         with self.link.ranks.turn():
-            row = super().add(None if snapshot is None else self._own(snapshot))
+            if snapshot is None:
+                row = super().add()
+                self.link.ranks.tell("add", self.link.number, row, None)
+                return row
+            snapshot, own = self._taken(snapshot)
+            row = super().add(own)
             self._send(snapshot, "add", row)
             return row
 
-    def _own(self, snapshot: Snapshot) -> Snapshot:
-        """The part of rank 0. Anything but a snapshot of this model goes on as it is: the method that gets it refuses
-        it."""
+    def in_blocks(self, slots: SlotState, start: int, tensors: Captured) -> Captured:
+        ranks = self.link.ranks
+        with ranks.turn():
+            place, layer = next(
+                (place, layer) for place, (layer, each) in enumerate(slot_states(self)) if each is slots
+            )
+            widths = self.link.heads[layer]
+            own = super().in_blocks(slots, start, part_of(tensors, widths, 0))
+            assert isinstance(own, CapturedBlocks)
+            sent: list[Tensor] = []
+            ranks.tell("in_blocks", self.link.number, place, start, told(tensors, sent), self._numbered([own]))
+            with ranks.together():
+                send(ranks.group, sent)
+            return RankBlocks(own, ranks, widths)
+
+    def _numbered(self, layers: Sequence[Captured]) -> list[int]:
+        """The numbers of all blocks of captured layers."""
+        of = self.link.ranks.blocks.of
+        return [of(block) for layer in layers for piece in pieces_of(layer) for block in piece.blocks()]
+
+    def _taken(self, snapshot: Snapshot) -> tuple[Snapshot, Snapshot]:
+        """(the snapshot, the part of rank 0). Anything but a snapshot of this model goes on as it is: the method that
+        gets it refuses it."""
         if not isinstance(snapshot, Snapshot) or differences(snapshot.fingerprint, self.fingerprint):
-            return snapshot
+            return snapshot, snapshot
         if snapshot.media:
             raise UnsupportedError("the snapshot has pictures, which a model over several processes does not read")
         if not isinstance(snapshot.layers, tuple | list) or len(snapshot.layers) != len(self.link.heads):
-            return snapshot
-        return replace(snapshot, layers=part_of(snapshot.layers, self.link.heads, 0))
+            return snapshot, snapshot
+        snapshot = in_hand(snapshot, self.link.ranks)
+        own = (part_of(layer, widths, 0) for layer, widths in zip(snapshot.layers, self.link.heads))
+        return snapshot, replace(snapshot, layers=tuple(own))
 
-    def _send(self, snapshot: Snapshot | None, verb: str, row: int) -> None:
+    def _send(self, snapshot: Snapshot, verb: str, row: int) -> None:
         """Have the others put their parts of a snapshot, which rank 0 has restored, in a row."""
         ranks = self.link.ranks
-        if snapshot is None:
-            ranks.tell(verb, self.link.number, row, None)
-            return
-        tensors = [{name: layer[name] for name in sorted(layer)} for layer in snapshot.layers]
-        shapes = [
-            {name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in layer.items()}
-            for layer in tensors
-        ]
-        header = (list(snapshot.tokens), snapshot.cached, snapshot.frequency_key, snapshot.logits is not None, shapes)
+        sent: list[Tensor] = []
+        layers = [told(layer, sent) for layer in snapshot.layers]
+        header = (list(snapshot.tokens), snapshot.cached, snapshot.frequency_key, snapshot.logits is not None, layers)
         ranks.tell(verb, self.link.number, row, header)
         with ranks.together():
-            for layer in tensors:
-                for tensor in layer.values():
-                    ranks.group.broadcast(tensor.detach().contiguous())
+            send(ranks.group, sent)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         ranks = self.link.ranks
@@ -207,48 +233,3 @@ def _listed(value: Any) -> Any:
     """Numbers as a list, which can be read twice; one number or None as it is."""
     single = not isinstance(value, Iterable) or (isinstance(value, Tensor) and value.ndim == 0)
     return value if single else list(value)
-
-
-def gathered(group: Collectives, layers: Sequence[Captured], heads: Sequence[tuple[int, ...]]) -> tuple[Captured, ...]:
-    """Captured layers with the heads of all ranks; every rank calls it."""
-    whole: list[Captured] = []
-    for layer, widths in zip(layers, heads, strict=True):
-        if not widths:
-            whole.append(layer)
-            continue
-        whole.append({name: group.gather(layer[name], widths, dim=0) for name in sorted(layer)})
-    return tuple(whole)
-
-
-def part_of(layers: Sequence[Captured], heads: Sequence[tuple[int, ...]], rank: int) -> tuple[Captured, ...]:
-    """Captured layers with the heads of one rank. Raises `SnapshotError` for other heads than the model has."""
-    own: list[Captured] = []
-    for index, (layer, widths) in enumerate(zip(layers, heads, strict=True)):
-        if not widths or not isinstance(layer, Mapping):
-            own.append(layer)
-            continue
-        first, count = sum(widths[:rank]), widths[rank]
-        parts = {}
-        for name in layer:
-            tensor = layer[name]
-            if not isinstance(tensor, Tensor) or tensor.ndim < 1 or len(tensor) != sum(widths):
-                raise SnapshotError(f"layer {index} of the snapshot has no {name} of {sum(widths)} heads")
-            parts[name] = tensor[first : first + count].contiguous()
-        own.append(parts)
-    return tuple(own)
-
-
-def received(
-    group: Collectives, header: Sequence[Any], heads: Sequence[tuple[int, ...]], vocab: int, fingerprint: str
-) -> Snapshot:
-    """The part of this rank of a snapshot that rank 0 sends. Its logits are zeros: rank 0 alone has those."""
-    tokens, cached, frequency_key, known, shapes = header
-    layers = []
-    for shape_of in shapes:
-        layer = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in shape_of.items()}
-        for tensor in layer.values():
-            group.broadcast(tensor)
-        layers.append(layer)
-    logits = torch.zeros(vocab) if known else None
-    own = part_of(layers, heads, group.rank)
-    return Snapshot(tuple(tokens), cached, frequency_key, logits, own, fingerprint)

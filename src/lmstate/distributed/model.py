@@ -52,6 +52,9 @@ class ParallelModel(Model):
             self._group.failure = self._group.failure or "the model over several processes was closed; load it again"
             self._group.close()
 
+    def check(self) -> None:
+        self._group.check()
+
     def new_state(
         self,
         rows: int = 1,
@@ -61,18 +64,13 @@ class ParallelModel(Model):
         static: bool = False,
         pool: BlockPool | None = None,
     ) -> State:
-        if pool is not None:
-            raise UnsupportedError(
-                "a model over several processes was given to an engine, which counts the blocks of one process: "
-                f"{ELSEWHERE}, or use generate, stream and chat of the model itself"
-            )
         if static:
             raise UnsupportedError(f"a model over several processes has no static states: {ELSEWHERE}")
         if not isinstance(kv, torch.dtype | Quantized | None):
             raise UnsupportedError(
                 f"kv={kv} was asked for; over several processes it is a dtype, or Quantized for all layers: {ELSEWHERE}"
             )
-        return super().new_state(rows, capacity, rewind, kv)
+        return super().new_state(rows, capacity, rewind, kv, pool=pool)
 
     def _new_state(self, layout: Layout, kv: Policies | None = None) -> State:
         ranks = self._group

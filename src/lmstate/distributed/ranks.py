@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lmstate.distributed.block_numbers import BlockNumbers
 from lmstate.distributed.channel import RankChannel
 from lmstate.distributed.group import SocketGroup
 from lmstate.errors import ModelError, RanksError
@@ -57,6 +58,7 @@ class Ranks:
         self.ids = count()
         self.freed: deque[int] = deque()
         """States without a holder; the others are told with the next command, for a finalizer may run anywhere."""
+        self.blocks = BlockNumbers()
         self._inside = 0
         self.close = weakref.finalize(self, close)
 
@@ -87,11 +89,24 @@ class Ranks:
         except BaseException as error:
             raise self.fail(error) from error
 
+    def check(self) -> None:
+        """Raise `RanksError` if a rank has ended. Waits for no other thread."""
+        if self.failure is None and self.lock.acquire(blocking=False):
+            try:
+                if any(channel.readable for channel in self.channels):  # nothing was asked
+                    self.fail(RanksError("a rank ended"))
+            finally:
+                self.lock.release()
+        if self.failure is not None:
+            raise RanksError(self.failure)
+
     def tell(self, *message: Any) -> None:
         """Send a command to every other rank. Inside `turn`."""
         with self.together():
             while self.freed:
                 self._send("free", self.freed.popleft())
+            if ended := self.blocks.ended():
+                self._send("let_go", ended)
             self._send(*message)
 
     def _send(self, *message: Any) -> None:

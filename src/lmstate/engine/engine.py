@@ -48,7 +48,7 @@ from lmstate.engine.session import KeyedAnswer, Record, Session, check_name
 from lmstate.engine.tiers import RecordStore, Store, Tier, open_tier
 from lmstate.engine.tiers.fetch import PatientRecords
 from lmstate.engine.workload import Workload
-from lmstate.errors import SnapshotError, UnsupportedError
+from lmstate.errors import RanksError, SnapshotError, UnsupportedError
 from lmstate.generation.params import SamplingParams, sampling_params
 from lmstate.generation.prompts import are_messages, refuse_no_messages
 from lmstate.generation.row import AnswerRow
@@ -611,7 +611,11 @@ class Engine:
                 "from that: make an engine in each process"
             )
         if self._closed:
-            raise EngineClosed(CLOSED)
+            raise EngineClosed(self._why_closed())
+
+    def _why_closed(self) -> str:
+        lost = self._work.lost
+        return CLOSED if lost is None else f"the engine was closed, for {lost}, and make another engine on it"
 
     def orphan(self) -> None:
         """In a forked child: refuse what would wait for the engine's thread for ever."""
@@ -640,8 +644,25 @@ class Engine:
                 try:
                     future.set_result(function(self.model))
                 except BaseException as error:
+                    if isinstance(error, RanksError):
+                        self._work.lost = error
                     future.set_exception(error)
-        return self._scheduler.step() or asked > 0
+        done = self._scheduler.step()
+        self._close_if_lost()
+        return done or asked > 0
+
+    def _look(self) -> None:
+        """See whether the model is still there, while there is nothing to do."""
+        try:
+            self.model.check()
+        except RanksError as error:
+            self._work.lost = error
+        self._close_if_lost()
+
+    def _close_if_lost(self) -> None:
+        if self._work.lost is not None:
+            with self._changed:
+                self._closed = True
 
     def _shut(self) -> None:
         try:
@@ -650,7 +671,7 @@ class Engine:
             while self._commands:
                 future = self._commands.popleft()[1]
                 if future.set_running_or_notify_cancel():
-                    future.set_exception(EngineClosed(CLOSED))
+                    future.set_exception(EngineClosed(self._why_closed()))
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -688,6 +709,7 @@ def _serve(reference: weakref.ref[Engine], changed: Condition, ready: Event, tie
                     with changed:
                         changed.wait(IDLE)
             else:
+                engine._look()
                 del engine
                 with changed:
                     engine = reference()

@@ -16,7 +16,7 @@ from lmstate.engine.request import Request
 from lmstate.engine.results import Reuse
 from lmstate.engine.tiers import Tier
 from lmstate.engine.tiers.fetch import SILENCE, Fetch, Lookup
-from lmstate.errors import StateError
+from lmstate.errors import RanksError, StateError
 from lmstate.state import Snapshot, State
 from lmstate.state.media import before_picture
 from lmstate.vision.reader import PicturePrompt
@@ -186,6 +186,8 @@ class PrefixReuse:
             state.rewind(0, match.length)
             state.expect(0, len(prompt.tokens))
             reused = match.length - state.rewind_cost(0, match.length)
+        except RanksError:  # not of what is stored
+            raise
         except (StateError, RuntimeError, IndexError):
             self.prefixes.discard(match)
             return None

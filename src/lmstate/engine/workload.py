@@ -18,6 +18,7 @@ from lmstate.engine.results import Completion, Drained, Piece
 from lmstate.engine.reuse import PrefixReuse
 from lmstate.engine.rows import RowPool
 from lmstate.engine.turns import Turn, had_turn, turns
+from lmstate.errors import RanksError
 from lmstate.generation.row import AnswerRow, Finish
 from lmstate.ops.types.block_table import KVBlock
 from lmstate.state import BlockPool, Snapshot, State
@@ -61,6 +62,7 @@ class Workload:
         self.peak = 0  # most bytes of rows at a time
         self.looks = 2  # steps to look at the bytes of rows after
         self.crowded = False  # rows were taken back, and nothing has ended since
+        self.lost: RanksError | None = None  # what a process of the model ended with, and so all of them
         self.reuse, self._blocks, self._drafting, self._tell_end = reuse, blocks, drafting, ended
 
     # ---- what there is
@@ -204,8 +206,12 @@ class Workload:
                 self.guarded(job, _end_thinking, job)
 
     def end_all(self) -> None:
+        """End all requests as they are, or with the error that lost the model."""
         for job in self.all():
-            self.guarded(job, self._end, job, "cancelled")
+            if self.lost is None:
+                self.guarded(job, self._end, job, "cancelled")
+            else:
+                self.fail(job, self.lost)
         self.delivery.deliver()
 
     def drain(self) -> None:
@@ -227,6 +233,8 @@ class Workload:
 
     def fail(self, job: Job, cause: BaseException) -> None:
         error = cause
+        if isinstance(cause, RanksError):
+            self.lost = cause
         if not isinstance(cause, Exception):  # a panic of native code, say, which is not to end who reads the answer
             error = RuntimeError(f"{type(cause).__name__}: {cause}")
             error.__cause__ = cause

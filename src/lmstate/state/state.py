@@ -26,6 +26,7 @@ from lmstate.state.drop import closed, refuses_drop
 from lmstate.state.gradients import CopiedGraphs
 from lmstate.state.inference_mode import ordinary_tensors
 from lmstate.state.layers.base import LayerState, Layout
+from lmstate.state.layers.slots import SlotState
 from lmstate.state.media import (
     Media,
     MediaSpan,
@@ -650,6 +651,12 @@ class State:
         """
         row, start, stop, _ = self._droppable(row, start, stop)
         return self._refuses_drop(row, start, stop) is None
+
+    def in_blocks(self, slots: SlotState, start: int, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Stored tensors of one of its layers, of the positions from `start` on, in blocks as a snapshot has them.
+
+        Raises `SnapshotError` for other tensors."""
+        return slots.in_blocks(start, tensors)
 
     @ordinary_tensors
     def restore(self, row: int, snapshot: Snapshot) -> None:

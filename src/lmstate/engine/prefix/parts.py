@@ -11,7 +11,7 @@ from torch import Tensor
 from lmstate.errors import SnapshotError
 from lmstate.ops.types.block_table import KVBlock
 from lmstate.state import LayerState, Snapshot, State
-from lmstate.state.blocks import CapturedBlocks, Parts, held_by, nbytes_of
+from lmstate.state.blocks import CapturedBlocks, Parts, held_by, nbytes_of, pieces_of
 from lmstate.state.layers.composite import CompositeState
 from lmstate.state.layers.slots import SlotState
 
@@ -30,6 +30,7 @@ class Split:
     and keys and values of a source at any.
     """
 
+    state: State  # such a one
     per_token: tuple[Slots, ...]  # of each layer
     needs_carry: bool  # whether a row cannot go on from what each token left alone
     forced_by: str | None  # the layer kind that a carry is for
@@ -43,6 +44,7 @@ class Split:
         windows = all(isinstance(part, SlotState) for part in moving)
         slack = state.layout.rewind if windows else 0
         return Split(
+            state,
             tuple(map(_slots, state.layers)),
             bool(kept),
             min((part.kind for part in kept), default=None),
@@ -62,7 +64,7 @@ class Split:
 
         Raises SnapshotError for anything but a run of such a state.
         """
-        return tuple(_in_blocks(layer, slots, start) for layer, slots in zip(self._whole(read), self.per_token))
+        return tuple(self._in_blocks(layer, slots, start) for layer, slots in zip(self._whole(read), self.per_token))
 
     def carry_of(self, read: Layers) -> Layers:
         """The same for carries, and what follows them."""
@@ -72,6 +74,15 @@ class Split:
         if len(read) < len(self.per_token):
             raise SnapshotError(f"{len(read)} layers were read; this state has {len(self.per_token)}")
         return read
+
+    def _in_blocks(self, read: Mapping[str, Tensor], slots: Slots, start: int) -> Mapping[str, Tensor]:
+        if isinstance(slots, SlotState):
+            return self.state.in_blocks(slots, start, read)
+        if slots is None:
+            if read:
+                raise SnapshotError(f"a run holds {sorted(read)} of a layer that keeps no entry a token")
+            return {}
+        return Parts([self._in_blocks(_member(read, i), own, start) for i, own in enumerate(slots)])
 
     def sizes(self, snapshot: Snapshot) -> tuple[int, int]:
         """Bytes of the carry of a snapshot, and of what one of its tokens left."""
@@ -96,7 +107,7 @@ def cut(layers: Layers, start: int, stop: int | None = None) -> Layers:
 def pieces(layers: Layers) -> Iterator[CapturedBlocks]:
     """All that a run holds, one after the other."""
     for layer in layers:
-        yield from _pieces(layer)
+        yield from pieces_of(layer)
 
 
 def held(layers: Layers | None) -> Iterator[KVBlock | Tensor]:
@@ -140,16 +151,6 @@ def _carry(layer: Mapping[str, Tensor], slots: Slots) -> Mapping[str, Tensor]:
     return Parts(list(map(_carry, layer.members, slots)))
 
 
-def _in_blocks(read: Mapping[str, Tensor], slots: Slots, start: int) -> Mapping[str, Tensor]:
-    if isinstance(slots, SlotState):
-        return slots.in_blocks(start, read)
-    if slots is None:
-        if read:
-            raise SnapshotError(f"a run holds {sorted(read)} of a layer that keeps no entry a token")
-        return {}
-    return Parts([_in_blocks(_member(read, i), own, start) for i, own in enumerate(slots)])
-
-
 def _in_parts(read: Mapping[str, Tensor], slots: Slots) -> Mapping[str, Tensor]:
     if not isinstance(slots, tuple):
         return read
@@ -165,14 +166,6 @@ def _cut(layer: Mapping[str, Tensor], start: int, stop: int | None) -> Mapping[s
     if isinstance(layer, CapturedBlocks):
         return layer.cut(layer.start + start, layer.stop if stop is None else layer.start + stop)
     return Parts([_cut(part, start, stop) for part in layer.members]) if isinstance(layer, Parts) else layer
-
-
-def _pieces(layer: Mapping[str, Tensor]) -> Iterator[CapturedBlocks]:
-    if isinstance(layer, CapturedBlocks):
-        yield layer
-    elif isinstance(layer, Parts):
-        for member in layer.members:
-            yield from _pieces(member)
 
 
 def _joined(runs: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:

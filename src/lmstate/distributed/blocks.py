@@ -1,0 +1,56 @@
+"""Positions of a row whose blocks lie on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lmstate.distributed.ranks import Ranks
+from lmstate.ops.types.block_table import RowBlocks
+from lmstate.state.blocks import CapturedBlocks
+
+
+class RankBlocks(CapturedBlocks):
+    """Positions of a row, as rank 0 has them: its own part of the blocks. A tensor that is read has the heads of all.
+
+    It lives as long as the ranks do: then it raises `RanksError` where it is read.
+    """
+
+    def __init__(self, own: CapturedBlocks, ranks: Ranks, widths: Sequence[int]) -> None:
+        """`widths`: the heads of every rank; empty where each rank has all of them."""
+        super().__init__(own.buffers, own.row, own.start, own.stop, own.unfinished)
+        self.ranks, self.widths = ranks, tuple(widths)
+
+    @property
+    def own(self) -> CapturedBlocks:
+        """The part of rank 0."""
+        return super().like(self.row, self.start, self.stop)
+
+    def like(self, row: RowBlocks, start: int, stop: int) -> CapturedBlocks:
+        return RankBlocks(super().like(row, start, stop), self.ranks, self.widths)
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes * sum(self.widths) // self.widths[0] if self.widths else super().nbytes
+
+    def told(self) -> tuple[Any, ...]:
+        """Positions and numbers, by which the others find their parts. Inside `turn`."""
+        numbers = [None if block is None else self.ranks.blocks.of(block) for block in self.row.blocks]
+        return self.start, self.stop, self.row.low, self.unfinished, numbers
+
+    def __getitem__(self, name: str) -> Tensor:
+        if not self.widths:
+            return super().__getitem__(name)
+        with self.ranks.turn():
+            own = super().__getitem__(name)
+            self.ranks.tell("read", self.told(), name, self.widths)
+            with self.ranks.together():
+                return self.ranks.group.gather(own, self.widths, dim=0)
+
+    def follow(self, before: CapturedBlocks) -> None:
+        assert isinstance(before, RankBlocks)
+        with self.ranks.turn():
+            super().follow(before)
+            self.ranks.tell("follow", self.told(), before.told())

@@ -1,0 +1,111 @@
+"""Snapshots over several ranks: rank 0 takes and gives them whole, and each rank keeps its part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmstate.distributed.block_numbers import HeldBlocks
+from lmstate.distributed.blocks import RankBlocks
+from lmstate.distributed.ranks import Collectives, Ranks
+from lmstate.errors import SnapshotError
+from lmstate.state import LayerState, Snapshot, State
+from lmstate.state.blocks import CapturedBlocks, Parts
+from lmstate.state.layers.composite import CompositeState
+from lmstate.state.layers.slots import SlotState
+
+Captured = Mapping[str, Tensor]
+Widths = Sequence[int]
+"""Heads of every rank; empty where each rank has all of them."""
+
+
+def gathered(
+    group: Collectives, layer: Captured, widths: Widths, blocks: Callable[[CapturedBlocks], Captured]
+) -> Captured:
+    """A captured layer with the tensors of all ranks, and of its blocks what is made of them; every rank calls it."""
+    if isinstance(layer, CapturedBlocks):
+        return blocks(layer)
+    if isinstance(layer, Parts):
+        return Parts([gathered(group, member, widths, blocks) for member in layer.members])
+    return {name: group.gather(layer[name], widths, dim=0) for name in sorted(layer)} if widths else layer
+
+
+def part_of(layer: Captured, widths: Widths, rank: int) -> Captured:
+    """The part of one rank. Blocks of ranks are those of rank 0. Raises `SnapshotError` for other heads."""
+    if isinstance(layer, RankBlocks):
+        assert rank == 0
+        return layer.own
+    if isinstance(layer, Parts):
+        return Parts([part_of(member, widths, rank) for member in layer.members])
+    if not widths or not isinstance(layer, Mapping):
+        return layer
+    first, parts = sum(widths[:rank]), {}
+    for name in layer:
+        tensor = layer[name]
+        if not isinstance(tensor, Tensor) or tensor.ndim < 1 or len(tensor) != sum(widths):
+            raise SnapshotError(f"the snapshot has no {name} of {sum(widths)} heads in a layer that has as many")
+        parts[name] = tensor[first : first + widths[rank]].contiguous()
+    return parts
+
+
+def in_hand(snapshot: Snapshot, ranks: Ranks) -> Snapshot:
+    """The snapshot with blocks of these ranks alone: those of others are read."""
+    return replace(snapshot, layers=tuple(_in_hand(layer, ranks) for layer in snapshot.layers))
+
+
+def _in_hand(layer: Captured, ranks: Ranks) -> Captured:
+    if isinstance(layer, Parts):
+        return Parts([_in_hand(member, ranks) for member in layer.members])
+    foreign = isinstance(layer, CapturedBlocks) and not (isinstance(layer, RankBlocks) and layer.ranks is ranks)
+    return dict(layer) if foreign else layer
+
+
+# ---- on the way to the others
+
+
+def told(layer: Captured, tensors: list[Tensor]) -> dict[str, Any]:
+    """A layer in JSON values, for `received` on the others. The tensors that they do not have are added to the list."""
+    if isinstance(layer, RankBlocks):
+        return {"blocks": layer.told()}
+    if isinstance(layer, Parts):
+        return {"parts": [told(member, tensors) for member in layer.members]}
+    tensors += layer.values()
+    return {
+        "tensors": {name: [str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in layer.items()}
+    }
+
+
+def send(group: Collectives, tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        group.broadcast(tensor.detach().contiguous())
+
+
+def received(group: Collectives, told: Mapping[str, Any], widths: Widths, held: HeldBlocks) -> Captured:
+    """The part of this rank of what rank 0 told of, and sends."""
+    if "blocks" in told:
+        return held.piece(told["blocks"])
+    if "parts" in told:
+        return Parts([received(group, member, widths, held) for member in told["parts"]])
+    layer = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in told["tensors"].items()}
+    for tensor in layer.values():
+        group.broadcast(tensor)
+    return part_of(layer, widths, group.rank)
+
+
+def slot_states(state: State) -> Iterator[tuple[int, SlotState]]:
+    """The parts of a state that keep an entry a token, each with the number of its layer."""
+    for index, layer in enumerate(state.layers):
+        for part in _slots_of(layer):
+            yield index, part
+
+
+def _slots_of(layer: LayerState) -> Iterator[SlotState]:
+    if isinstance(layer, SlotState):
+        yield layer
+    elif isinstance(layer, CompositeState):
+        for member in layer.members:
+            yield from _slots_of(member)
