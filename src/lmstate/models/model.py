@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
@@ -342,6 +342,26 @@ class Model:
 
     # ---- forward
 
+    @overload
+    def __call__(
+        self,
+        tokens: Tokens,
+        state: State | None = None,
+        logits: Literal["last", "all"] | Sequence[int] | None = None,
+        commit: bool = True,
+        parents: Sequence[Sequence[int]] | None = None,
+        rewindable: bool | Sequence[bool] = True,
+    ) -> Tensor: ...
+    @overload
+    def __call__(
+        self,
+        tokens: Tokens,
+        state: State | None = None,
+        logits: Logits | None = None,
+        commit: bool = True,
+        parents: Sequence[Sequence[int]] | None = None,
+        rewindable: bool | Sequence[bool] = True,
+    ) -> Tensor | None: ...
     def __call__(
         self,
         tokens: Tokens,
