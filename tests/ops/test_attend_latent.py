@@ -15,6 +15,7 @@ from lmstate.ops.types.params import AttentionSums
 
 HEADS, LATENT, ROPE = 3, 8, 4
 SCALE = 0.3
+SINKS = torch.tensor([-1.0, 0.5, 3.0])
 
 
 @pytest.fixture(params=["reference", *cpu.usable()], autouse=True)
@@ -40,13 +41,16 @@ def draw(rows: int, length: int, dtype: torch.dtype = torch.float32) -> tuple[Te
     return tuple(torch.randn(rows, length, *shape, generator=generator, dtype=dtype) for shape in shapes)
 
 
-def naive(stream: tuple[Tensor, ...], window: int | None = None) -> Tensor:
+def naive(stream: tuple[Tensor, ...], window: int | None = None, sinks: Tensor | None = None) -> Tensor:
     """Every position over all before it, scores written out: [R, length, H, Lat]."""
     q_latent, q_rope, latent, rope_key = stream
     scores = torch.einsum("rthc,rsc->rhts", q_latent, latent) + torch.einsum("rthd,rsd->rhts", q_rope, rope_key)
     ages = torch.arange(latent.shape[1])[:, None] - torch.arange(latent.shape[1])
     unseen = (ages < 0) | (ages >= (window or latent.shape[1]))
-    weights = (scores * SCALE).masked_fill(unseen, float("-inf")).softmax(-1)
+    scores = (scores * SCALE).masked_fill(unseen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand_as(scores[..., :1])], dim=-1)
+    weights = scores.softmax(-1)[..., : latent.shape[1]]
     return torch.einsum("rhts,rsc->rthc", weights, latent)
 
 
@@ -61,7 +65,8 @@ def ring(stream: Tensor, end: int, size: int) -> Tensor:
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("window", [None, 1, 5, 20])
 @pytest.mark.parametrize("piece", [1, 3, 17, 50])
-def test_any_cut_over_a_ring_equals_scores_written_out(window: int | None, piece: int) -> None:
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["", "sinks"])
+def test_any_cut_over_a_ring_equals_scores_written_out(window: int | None, piece: int, sinks: Tensor | None) -> None:
     stream = draw(2, 50)
     size = 64 if window is None else window - 1 + piece
     outputs = []
@@ -70,8 +75,8 @@ def test_any_cut_over_a_ring_equals_scores_written_out(window: int | None, piece
         queries = (x[:, start:end] for x in stream[:2])
         stored = (ring(x, end, size) for x in stream[2:])
         places = torch.tensor([start] * 2), torch.tensor([end - start] * 2)
-        outputs.append(attend_latent(*queries, *stored, *places, scale=SCALE, window=window))
-    torch.testing.assert_close(torch.cat(outputs, 1), naive(stream, window), rtol=1e-5, atol=1e-5)
+        outputs.append(attend_latent(*queries, *stored, *places, scale=SCALE, window=window, sinks=sinks))
+    torch.testing.assert_close(torch.cat(outputs, 1), naive(stream, window, sinks), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("planes", [1, 4, 60])

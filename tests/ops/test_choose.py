@@ -118,7 +118,8 @@ def test_attention_to_chosen_positions_is_that_to_nothing_else(gathered: int, mo
             torch.testing.assert_close(seen[r, t], wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_a_choice_of_everything_gives_the_bits_of_plain_attention(body: str) -> None:
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 2, 8)], ids=["", "sinks"])
+def test_a_choice_of_everything_gives_the_bits_of_plain_attention(body: str, sinks: torch.Tensor | None) -> None:
     generator = torch.Generator().manual_seed(2)
     q_latent, q_rope, latent, rope_key = (
         torch.randn(1, *shape, generator=generator) for shape in ((50, 8, 32), (50, 8, 8), (1, 130, 32), (1, 130, 8))
@@ -126,8 +127,8 @@ def test_a_choice_of_everything_gives_the_bits_of_plain_attention(body: str) -> 
     starts, counts = torch.tensor([80]), torch.tensor([50])
     chosen = torch.arange(130).expand(1, 50, 130)
     chosen = chosen.masked_fill(chosen > torch.arange(80, 130)[:, None], -1)
-    seen = attend_chosen(q_latent, q_rope, latent, rope_key, chosen, scale=0.3)
-    plain = attend_latent(q_latent, q_rope, latent[:, 0], rope_key[:, 0], starts, counts, scale=0.3)
+    seen = attend_chosen(q_latent, q_rope, latent, rope_key, chosen, scale=0.3, sinks=sinks)
+    plain = attend_latent(q_latent, q_rope, latent[:, 0], rope_key[:, 0], starts, counts, scale=0.3, sinks=sinks)
     torch.testing.assert_close(seen, plain, rtol=1e-5, atol=1e-5)
     assert body == "reference" or torch.equal(seen, plain)
 

@@ -61,6 +61,14 @@ CASES = {
         _config, "AXK2Config", n_routed_experts=16, gated_norm_rank=5, attention_bias=True,
         **{**_INDEXED, "index_topk": 40}, rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
     ),
+    "hy_v4": partial(
+        _config, "HYV4Config", n_group=1, topk_group=1, num_hidden_layers=4, swiglu_limit=0.3,
+        **{**_INDEXED, "index_n_heads": 16},
+    ),
+    "hy_v4-streams": partial(
+        _config, "HYV4Config", hc_mult=2, hc_magnitude=1.5, n_group=1, topk_group=1, swiglu_limit=0.5,
+        **{**_INDEXED, "index_topk": 40}, rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
     "minicpm3": partial(_config, "MiniCPM3Config"),
     "minicpm3-plain": partial(
         _config, "MiniCPM3Config", q_lora_rank=None, kv_lora_rank=40, scale_emb=3, scale_depth=None,

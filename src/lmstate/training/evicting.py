@@ -130,14 +130,18 @@ class StreamEvictingLatents(LatentState):
             self.evictions.reserve(step)
             self.state.store(latent, rope_key, step)
 
-    def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
+    def attend_latents(
+        self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
         evictions = self.evictions
         if not evictions.replays:
-            return self.state.attend_latents(q_latent, q_rope, step, scale=scale)
+            return self.state.attend_latents(q_latent, q_rope, step, scale=scale, sinks=sinks)
         assert self._again is not None
         latent, rope = self.past.gathered(*self._again, evictions.found)
         q, keys = torch.cat([q_latent, q_rope], dim=-1), torch.cat([latent, rope], dim=-1)
-        return attend_kept(q, keys, latent, evictions.found, evictions.start, AttentionParams(scale), FULL_CAUSAL)
+        return attend_kept(
+            q, keys, latent, evictions.found, evictions.start, AttentionParams(scale, sinks=sinks), FULL_CAUSAL
+        )
 
     def clear(self) -> None:
         """Let go of what a chunk's graph held."""

@@ -104,12 +104,18 @@ class StreamLatents(LatentState):
     def extent(self, step: Step) -> int:
         return start_of(step) + step.width
 
-    def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
-        return attend_latent(q_latent, q_rope, *self.latents(step), step.starts_t, step.counts_t, scale=scale)
+    def attend_latents(
+        self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
+        return attend_latent(
+            q_latent, q_rope, *self.latents(step), step.starts_t, step.counts_t, scale=scale, sinks=sinks
+        )
 
-    def attend_chosen(self, q_latent: Tensor, q_rope: Tensor, chosen: Tensor, step: Step, *, scale: float) -> Tensor:
+    def attend_chosen(
+        self, q_latent: Tensor, q_rope: Tensor, chosen: Tensor, step: Step, *, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
         latent, rope_key = (part[:, None] for part in self.latents(step))
-        return attend_chosen(q_latent, q_rope, latent, rope_key, chosen, scale=scale)
+        return attend_chosen(q_latent, q_rope, latent, rope_key, chosen, scale=scale, sinks=sinks)
 
     def nbytes(self) -> int:
         return self.past.k.nbytes + self.past.v.nbytes

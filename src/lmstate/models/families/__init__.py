@@ -93,6 +93,7 @@ FAMILIES = {
     "hunyuan_v1_moe": "hunyuan",
     "hunyuan_vl_text": "hunyuan",
     "hy_v3": "hy_v3",
+    "hy_v4": "hy_v4",
     "hyperclovax": "hyperclovax",
     "internlm3": "llama",
     "iquestcoder": "llama",

@@ -86,7 +86,7 @@ def build(w: WeightLoader) -> Model:
         full = kinds[index] == KINDS[1] if index < shape.layers else w.has(f"{prefix}.kv_a_proj_with_mqa.weight")
         if not full:
             return b.channel_delta(w, prefix, shape, heads, head_dim, kernel, floor=floor)
-        return latent_attention(w, prefix, shape, rope, rope_dim, latent_scale(config), head_gate="g_proj")
+        return latent_attention(w, prefix, shape, rope, rope_dim, latent_scale(config), gates=("g_proj", shape.heads))
 
     normed = b.rms_norms(w, shape)
     block = b.pre_norm(normed, mixer, b.deepseek_feed_forward(w, shape))

@@ -89,7 +89,7 @@ def build(w: WeightLoader) -> Model:
     normed = b.rms_norms(w, shape)
     normed_after = config.str("model_type") == "axk1"  # what the experts and those beside them give together
     sparse = b.sparse_layers(config, shape.layers) if b.expert_count(config) else [False] * shape.layers
-    chooses = _choosing_layers(config, shape.layers) if config.str("model_type") in INDEXED else []
+    chooses = choosing_layers(config, shape.layers) if config.str("model_type") in INDEXED else []
     indexes: list[PositionIndex] = []
 
     def is_sparse(index: int, prefix: str) -> bool:
@@ -122,11 +122,10 @@ def build(w: WeightLoader) -> Model:
 
     names = b.layers_past_the_last(w, shape.layers)
     heads = b.prediction_heads(w, shape, normed, names, partial(block, shape.layers))
-    chosen = [None if own else max(at for at in range(index) if chooses[at]) for index, own in enumerate(chooses)]
-    return b.decoder(w, shape, block, heads=heads, reads=chosen, ignore=b.mtp_tensors(config, shape))
+    return b.decoder(w, shape, block, heads=heads, reads=choice_sources(chooses), ignore=b.mtp_tensors(config, shape))
 
 
-def _choosing_layers(config: Config, layers: int) -> list[bool]:
+def choosing_layers(config: Config, layers: int) -> list[bool]:
     """Whether each layer chooses positions for itself, and does not go by the choice of the last one that did."""
     kinds = list(config.strs("indexer_types", layers, allowed=("full", "shared"), default=()))
     if not kinds:
@@ -143,14 +142,21 @@ def _choosing_layers(config: Config, layers: int) -> list[bool]:
     return [kind == "full" for kind in kinds]
 
 
-def position_index(w: WeightLoader, prefix: str, shape: b.Dims, rope: Rope, interleaved: bool) -> PositionIndex:
+def choice_sources(chooses: list[bool]) -> list[int | None]:
+    """For each layer the earlier one by whose choice it goes, if it does not choose for itself."""
+    return [None if own else max(at for at in range(index) if chooses[at]) for index, own in enumerate(chooses)]
+
+
+def position_index(
+    w: WeightLoader, prefix: str, shape: b.Dims, rope: Rope, interleaved: bool, eps: float = LATENT_EPS
+) -> PositionIndex:
     """An index of positions under DeepSeek's names: `wk`, `k_norm`, `wq_b` and `weights_proj`."""
     heads = w.config.int("index_n_heads", low=1, high=b.MAX_SIZE, default=64)
     dim = w.config.int("index_head_dim", low=1, high=b.MAX_SIZE, default=128)
     query_latent = w.config.int("q_lora_rank", low=1, high=b.MAX_SIZE)
     return PositionIndex(
         w.linear(f"{prefix}.wk.weight", shape=(dim, shape.hidden)),
-        Norm(w.tensor(f"{prefix}.k_norm.weight", (dim,)), 1e-6, "layer", w.tensor(f"{prefix}.k_norm.bias", (dim,))),
+        Norm(w.tensor(f"{prefix}.k_norm.weight", (dim,)), eps, "layer", w.tensor(f"{prefix}.k_norm.bias", (dim,))),
         w.linear(f"{prefix}.wq_b.weight", shape=(heads * dim, query_latent)),
         b.router_weight(w, f"{prefix}.weights_proj.weight", heads, shape.hidden),
         replace(rope, interleaved=interleaved),
@@ -174,12 +180,12 @@ def latent_attention(
     rope: Rope | None,
     rope_dim: int,
     scale: float,
-    head_gate: str | None = None,
+    gates: tuple[str, int] | None = None,
     value_gate: bool = False,
 ) -> MultiHeadLatentAttention:
     """Latent attention under DeepSeek's names: `q_proj`, or `q_a_proj` and `q_b_proj`; `kv_a_proj_with_mqa`, ...
 
-    `head_gate`: the name of a projection that gives one number a head, without a bias. `value_gate`: the query's
+    `gates`: a projection without a bias that gives so many of them, one a head or a value. `value_gate`: the query's
     projection gives the gates of each head as well, see the layer.
     """
     config = w.config
@@ -199,8 +205,8 @@ def latent_attention(
     # The plain query projection has no bias where that of the latent may have one.
     down_bias = b.biases(w, f"{prefix}.kv_a_proj_with_mqa.bias")
     names, heights = [first, "kv_a_proj_with_mqa"], [width, latent + rope_dim]
-    if head_gate is not None:
-        names, heights = [*names, head_gate], [*heights, shape.heads]
+    if gates is not None:
+        names, heights = [*names, gates[0]], [*heights, gates[1]]
     if down_bias is not None:
         query_bias = w.tensor(f"{prefix}.{first}.bias", (width,), optional=True)
         query_bias = down_bias.new_zeros(width) if query_bias is None else query_bias
@@ -223,7 +229,7 @@ def latent_attention(
         q_up,
         down_bias,
         b.biases(w, f"{prefix}.o_proj.bias"),
-        head_gate is not None,
+        0 if gates is None else gates[1],
         value_gate,
     )
 

@@ -34,14 +34,14 @@ class MultiHeadLatentAttention:
 
     Few new tokens attend to the latents: `key_up` goes into the query and `value_up` into the output, and nothing is
     expanded. Many new tokens cost less with keys and values expanded for the length of the call; which is cheaper is
-    counted, see `_expands`. `rope` None: the layer knows no positions, and r is a key like others. `head_gate`: the
-    last H rows of `down` give a number a head, whose sigmoid multiplies what the head has seen (Ling 3.0).
+    counted, see `_expands`. `rope` None: the layer knows no positions, and r is a key like others. `gates`: that
+    many last rows of `down` give a number a head, or a value, whose sigmoid multiplies what a head has seen (Ling 3.0).
     `value_gate`: `q_up` reads the query's latent twice, normed and as it is, and behind each head's query it gives the
     gates of what the head has seen (A.X-K2). `index`: it chooses the positions that are attended to, or an earlier
     layer has (DeepSeek V3.2).
     """
 
-    down: Weight  # [Q + Lat + Dr, E]: query (or its latent), latent, rope key, gate if `head_gate`
+    down: Weight  # [Q + Lat + Dr + gates, E]: query (or its latent), latent, rope key, gates
     key_up: Tensor  # [H, Dn, Lat] in the dtype of large products
     value_up: Tensor  # [H, Lat, Dv]
     out: Weight  # [E, H * Dv]
@@ -53,8 +53,9 @@ class MultiHeadLatentAttention:
     q_up: Weight | None = None  # [H * (Dn + Dr), Q], or [H * (Dn + Dr + Dv), 2 * Q]; None: `down` gives the query
     down_bias: Tensor | None = None
     out_bias: Tensor | None = None
-    head_gate: bool = False
+    gates: int = 0
     value_gate: bool = False
+    sinks: Tensor | None = None  # float32 [H]: see `ops.AttentionParams`
     temperature: Temperature | None = None
     index: PositionIndex | EarlierChoice | None = None
 
@@ -84,9 +85,8 @@ class MultiHeadLatentAttention:
         assert isinstance(cache, LatentState | EvictingLatentState)
         heads, nope, latent_dim = self.key_up.shape
         projected = ops.linear(x, self.down, self.down_bias, norm=norm)
-        gates = heads if self.head_gate else 0
-        query_width = projected.shape[-1] - latent_dim - self.rope_dim - gates
-        q, latent, rope_key, gate = projected.split([query_width, latent_dim, self.rope_dim, gates], dim=-1)
+        query_width = projected.shape[-1] - latent_dim - self.rope_dim - self.gates
+        q, latent, rope_key, gate = projected.split([query_width, latent_dim, self.rope_dim, self.gates], dim=-1)
         raw = q
         if self.q_norm is not None:
             q = ops.norm(q, self.q_norm)
@@ -112,7 +112,7 @@ class MultiHeadLatentAttention:
             seen = self._expanded(q_nope, q_rope, cache, step)  # [R, T, H * Dv]
         else:
             seen = self._absorbed(q_nope, q_rope, cache, step, chosen)
-        if self.head_gate or self.value_gate:
+        if self.gates or self.value_gate:
             seen = gated(seen.unflatten(-1, (heads, -1)), gate).flatten(-2)
         return ops.linear(seen, self.out, self.out_bias, residual=residual)
 
@@ -127,10 +127,10 @@ class MultiHeadLatentAttention:
         """Attention over the latents as they are stored, or those of chosen positions -> `[R, T, H * Dv]`."""
         q_latent = per_head_matmul(q_nope, self.key_up)  # [R, T, H, Lat]
         if chosen is None:
-            seen = cache.attend_latents(q_latent, q_rope, step, scale=self.scale)
+            seen = cache.attend_latents(q_latent, q_rope, step, scale=self.scale, sinks=self.sinks)
         else:
             assert isinstance(cache, LatentState)
-            seen = cache.attend_chosen(q_latent, q_rope, chosen, step, scale=self.scale)
+            seen = cache.attend_chosen(q_latent, q_rope, chosen, step, scale=self.scale, sinks=self.sinks)
         return per_head_matmul(seen, self.value_up).flatten(-2)
 
     def _expanded(self, q_nope: Tensor, q_rope: Tensor, cache: LatentState | EvictingLatentState, step: Step) -> Tensor:
@@ -145,9 +145,8 @@ class MultiHeadLatentAttention:
             nope = latent @ self.key_up[some].mT  # [R, h, S, Dn]
             keys = torch.cat([nope, rope_key.expand(-1, nope.shape[1], -1, -1)], dim=-1)
             values = latent @ self.value_up[some]  # [R, h, S, Dv]
-            seen.append(
-                ops.attend(query[:, :, some], keys, values, cache.starts(step), step.counts_t,
-            ops.AttentionParams(self.scale)) )  # fmt: skip
+            params = ops.AttentionParams(self.scale, sinks=None if self.sinks is None else self.sinks[some])
+            seen.append(ops.attend(query[:, :, some], keys, values, cache.starts(step), step.counts_t, params))
         return torch.cat(seen, dim=2).flatten(-2)
 
     def _expands(self, width: int, end: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from lmstate import ops
@@ -59,3 +60,16 @@ class MLP:
             norm=norm, post_norm=post_norm, scale=scale,
         )  # fmt: skip
         return (sublayer,)
+
+
+@dataclass(frozen=True, eq=False)
+class ClampedMLP:
+    """`down(act(min(gate x, limit)) * clamp(up x, -limit, limit))`, of a gated MLP without biases."""
+
+    whole: MLP
+    limit: float
+
+    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Residual | None = None) -> Tensor:
+        gate, up = ops.linear(x, self.whole.up, norm=norm).chunk(2, dim=-1)
+        clamped = torch.cat([gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)], dim=-1)
+        return ops.linear(clamped, self.whole.down, gate=self.whole.act, residual=residual)

@@ -29,6 +29,7 @@ class PositionIndex:
     weights: Weight  # [Hi, E]: what the scores of each head count
     rope: Rope  # of the first features of queries and keys
     budget: int
+    rotates_last: bool = False  # it is of their last features: both are stored and scored with those first
     name: ChoiceKey = field(default_factory=ChoiceKey)
 
     @property
@@ -39,19 +40,21 @@ class PositionIndex:
         """Store the index of the new tokens, and choose for them: positions `[R, T, k]`, or None for all."""
         assert isinstance(cache, IndexKeys) and isinstance(cache, LatentState)
         heads = self.weights.shape[0]
-        cos, sin, _ = self.rope.rotation(step)
         key = ops.norm(ops.linear(x, self.key, norm=norm), self.key_norm)
-        cache.store_index(ops.rope(key[:, :, None], cos, sin, self.rope.interleaved)[:, :, 0], step)
+        cache.store_index(self._rotated(key[:, :, None], step)[:, :, 0], step)
         if cache.extent(step) <= self.budget:
             return None
 
         def make() -> Tensor:
-            q = ops.linear(q_latent, self.query).unflatten(-1, (heads, self.dim))  # [R, T, Hi, Di]
-            q = ops.rope(q, cos, sin, self.rope.interleaved)
+            q = self._rotated(ops.linear(q_latent, self.query).unflatten(-1, (heads, self.dim)), step)  # [R, T, Hi, Di]
             weights = ops.linear(x, self.weights, norm=norm) * (heads * self.dim) ** -0.5  # [R, T, Hi]
             return cache.choose(q, weights, self.budget, step)
 
         return step.cached(self.name, make)
+
+    def _rotated(self, x: Tensor, step: Step) -> Tensor:
+        cos, sin, interleaved = self.rope.rotation(step)
+        return ops.rope(x.roll(2 * cos.shape[-1], -1) if self.rotates_last else x, cos, sin, interleaved)
 
 
 @dataclass(eq=False)

@@ -43,6 +43,7 @@ def attend_latent(
     scale: float,
     window: int | None = None,
     columns: AttentionSums | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend from new tokens to stored latents, whose sum weighted by softmax(scores * scale) comes back.
 
@@ -56,11 +57,12 @@ def attend_latent(
                                     the queries of a row see together.
     columns        of a ring `[R, 1, n, S]` that has not wrapped: what each slot receives, averaged over the heads, is
                    added to it
+    sinks          [H] float32: a logit a head that takes part in the softmax and has no latent
 
     Returns float32 [R, T, H, Lat] (float64 for float64 queries), zero at padded queries. Of a ring only what is seen is
     read; where starts and counts are not on the host (another device, a traced graph), all of it.
     """
-    library = dispatch.native(q_latent, q_rope, latent, rope_key)
+    library, params = dispatch.native(q_latent, q_rope, latent, rope_key, sinks), AttentionParams(scale, sinks=sinks)
     headed, headed_rope = (x if isinstance(x, BlockTable) else x[:, None] for x in (latent, rope_key))
     if library is not None and library.attention.can_attend_latent(q_latent, q_rope, headed, headed_rope):
         body, blocks = library.attention, []
@@ -69,20 +71,22 @@ def attend_latent(
             count = (counts - first).clamp(0, MOST)
             blocks.append(
                 body.attend_latent(
-                    block, block_rope, headed, headed_rope, starts + first, count, scale, window, columns
+                    block, block_rope, headed, headed_rope, starts + first, count, params, window, columns
                 )
             )
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
-    if columns is None and dispatch.gpu(q_latent, q_rope, latent, rope_key) and cuda.can_read_latents(latent, rope_key):
+    on_gpu = columns is None and sinks is None and dispatch.gpu(q_latent, q_rope, latent, rope_key)
+    if on_gpu and cuda.can_read_latents(latent, rope_key):
         slabs, rope_slabs = cast(SlabTable, latent), cast(SlabTable, rope_key)
         return cuda.attend_latent(q_latent, q_rope, slabs, rope_slabs, starts, counts, scale, window)
     if columns is not None:
         assert isinstance(latent, Tensor) and isinstance(rope_key, Tensor)
         q, k = torch.cat([q_latent, q_rope], dim=-1), torch.cat([latent, rope_key], dim=-1)[:, None]
         slots = torch.arange(k.shape[2], device=k.device).expand(k.shape[:3])
-        mask, params = CausalMask(window), AttentionParams(scale)
-        return attend_slots(q, k, latent[:, None], slots, starts, counts, params, mask, columns)
-    return attend_latent_reference(q_latent, q_rope, latent, rope_key, starts, counts, scale=scale, window=window)
+        return attend_slots(q, k, latent[:, None], slots, starts, counts, params, CausalMask(window), columns)
+    return attend_latent_reference(
+        q_latent, q_rope, latent, rope_key, starts, counts, scale=scale, window=window, sinks=sinks
+    )
 
 
 def attend_latent_reference(
@@ -95,15 +99,18 @@ def attend_latent_reference(
     *,
     scale: float,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     tracked = torch.is_grad_enabled() and (q_latent.requires_grad or q_rope.requires_grad)
     dtype = torch.promote_types(q_latent.dtype, torch.float32)
     q_latent, q_rope = q_latent.to(dtype) * scale, q_rope.to(dtype) * scale
     if torch.compiler.is_compiling() or not starts.is_cpu:
-        return _attend_on_device(q_latent, q_rope, _headless(latent), _headless(rope_key), starts, counts, window)
+        return _attend_on_device(
+            q_latent, q_rope, _headless(latent), _headless(rope_key), starts, counts, window, sinks
+        )
     spans = tuple(zip(starts.tolist(), counts.tolist()))
     scores = q_latent.shape[1] * q_latent.shape[2] * (max(map(sum, spans), default=0) + BLOCK_TOKENS)  # of a row
-    few = q_latent.shape[1] <= FEW and scores <= AT_ONCE and not (tracked or latent.requires_grad)
+    few = q_latent.shape[1] <= FEW and scores <= AT_ONCE and not (tracked or latent.requires_grad) and sinks is None
     if few and isinstance(latent, SlabTable) and isinstance(rope_key, SlabTable) and not rope_key.requires_grad:
         most, found = max(1, AT_ONCE // max(scores, 1)), []
         for rows in rows_together(spans, q_latent.shape[2]):
@@ -119,7 +126,7 @@ def attend_latent_reference(
         for first in range(0, count, size):
             last = min(first + size, count)
             block = (q_latent[r][first:last], q_rope[r][first:last])
-            blocks.append(_attend_block(*block, latent[r], rope_key[r], start + first, window))
+            blocks.append(_attend_block(*block, latent[r], rope_key[r], start + first, window, sinks))
         blocks.append(q_latent.new_zeros(q_latent.shape[1] - count, *q_latent.shape[2:]))
         whole.append(torch.cat(blocks))
     return torch.stack(whole)
@@ -153,7 +160,13 @@ def _attend_padded(
 
 
 def _attend_block(
-    q_latent: Tensor, q_rope: Tensor, latent: Tensor, rope_key: Tensor, start: int, window: int | None
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    rope_key: Tensor,
+    start: int,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Queries [t, H, ...] at positions start, start + 1, ... of one row over its rings, one stored block after another.
 
@@ -167,6 +180,8 @@ def _attend_block(
     # Finite, so that a query which sees nothing of its first blocks subtracts no infinities.
     largest = q_latent.new_full((count, heads, 1), torch.finfo(q_latent.dtype).min)
     total, read = torch.zeros_like(largest), torch.zeros_like(q_latent)
+    if sinks is not None:  # as if seen first
+        largest, total = sinks.to(q_latent.dtype)[:, None].expand_as(largest), torch.ones_like(largest)
     for first, last in _spans(low, start + count, latent.shape[0]):
         slots = slice(first % latent.shape[0], first % latent.shape[0] + last - first)
         stored = latent[slots].to(q_latent.dtype)  # [s, Lat]
@@ -194,6 +209,7 @@ def _attend_on_device(
     starts: Tensor,
     counts: Tensor,
     window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Without reading starts and counts on the host: every slot is scored, under a mask. Queries come scaled."""
     width, size = q_latent.shape[1], latent.shape[1]
@@ -208,7 +224,11 @@ def _attend_on_device(
     latent, rope_key = latent[:, None].to(q_latent.dtype), rope_key[:, None].to(q_latent.dtype)  # [R, 1, S, ...]
     scores = q_latent @ latent.mT + q_rope @ rope_key.mT  # [R, T, H, S]
     # Padding sees everything, so that its softmax is not of nothing.
-    weights = scores.masked_fill(~(sees | ~real)[:, :, None], float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~(sees | ~real)[:, :, None], float("-inf"))
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        weights = torch.cat([scores, sinks[:, None].expand_as(scores[..., :1])], dim=-1).softmax(-1)[..., :-1]
     return (weights @ latent).masked_fill(~real[..., None], 0)
 
 

@@ -66,13 +66,21 @@ def choose_positions_reference(
 
 
 def attend_chosen(
-    q_latent: Tensor, q_rope: Tensor, latent: Stored, rope_key: Stored, chosen: Tensor, *, scale: float
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Stored,
+    rope_key: Stored,
+    chosen: Tensor,
+    *,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend to chosen positions of stored latents -> float32 `[R, T, H, Lat]`, zero where none is chosen.
 
     q_latent, q_rope [R, T, H, Lat] and [R, T, H, Dr], as in `attend_latent`
     latent, rope_key [R, 1, S, Lat] and [R, 1, S, Dr]: blocks, or position p in slot p
     chosen           [R, T, k] int64, see `choose_positions`
+    sinks            [H] float32, as in `attend_latent`
 
     They are put side by side, so that what is read and computed follows their number.
     """
@@ -95,6 +103,6 @@ def attend_chosen(
         both = [part.unflatten(1, (-1, chosen.shape[2])).flatten(0, 1) for part in both]  # [R * t, k, ..]
         query, query_rope = (q[:, some].flatten(0, 1)[:, None] for q in (q_latent, q_rope))
         starts, one = (count - 1).clamp(min=0), count.clamp(max=1)
-        seen = attend_latent(query, query_rope, both[0], both[1], starts, one, scale=scale)
+        seen = attend_latent(query, query_rope, both[0], both[1], starts, one, scale=scale, sinks=sinks)
         parts.append(seen.view(rows, -1, heads, seen.shape[-1]))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

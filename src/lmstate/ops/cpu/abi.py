@@ -134,8 +134,8 @@ ATTEND_QUANTIZED = CStruct(
     ("codes", CODES), ("attend", ATTEND),
 )  # fmt: skip
 ATTEND_LATENT = CStruct(
-    "attend_latent_args", "P q q_rope latent rope starts counts out latent_table rope_table columns ends",
-    "q rows tokens heads slots dim rope_dim planes",
+    "attend_latent_args", "P q q_rope latent rope starts counts out latent_table rope_table columns ends"
+    " sinks", "q rows tokens heads slots dim rope_dim planes",
     "q q_row q_token q_head qr_row qr_token qr_head latent_row latent_slot rope_row rope_slot table_row block",
     "q kind window threads",
     "d scale",

@@ -222,11 +222,11 @@ class AttentionBodies:
         rope_key: Stored,
         starts: Tensor,
         counts: Tensor,
-        scale: float,
+        params: AttentionParams,
         window: int | None,
         columns: AttentionSums | None = None,
     ) -> Tensor:
-        """`ops.attention.attend_latent`."""
+        """`ops.attention.attend_latent`; params: scale and sinks alone."""
         rows, tokens, heads, dim = q_latent.shape
         _, _, slots, rope_dim = rope_key.shape
         if (
@@ -251,7 +251,8 @@ class AttentionBodies:
             q_row=q_row, q_token=q_token, q_head=q_head, qr_row=qr_row, qr_token=qr_token, qr_head=qr_head,
             latent_row=latent.stride(0), latent_slot=latent.stride(2), rope_row=rope_key.stride(0),
             rope_slot=rope_key.stride(2), table_row=table_row, block=block, kind=KINDS[latent.dtype],
-            window=window or 0, threads=torch.get_num_threads(), scale=scale,
+            window=window or 0, threads=torch.get_num_threads(), scale=params.scale,
+            sinks=sinks_pointer(params, heads),
         )  # fmt: skip
         check_attended(self._attend_latent(arguments), q_latent, latent, starts, counts)
         return out

@@ -63,14 +63,20 @@ class LatentState(SlotState):
     def moved(self, name: str, stored: Tensor, delta: int) -> Tensor:
         return stored if name != "rope" or self.rotate_by is None else self.rotate_by(stored[None], delta)[0].to(stored)
 
-    def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
+    def attend_latents(
+        self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attend to the latents themselves: q `[R, T, H, Lat]` and `[R, T, H, Dr]` -> float32 `[R, T, H, Lat]`."""
         latent, rope_key = (_one_head(self.stored(name)) for name in ("latent", "rope"))
-        return attend_latent(q_latent, q_rope, latent, rope_key, step.starts_t, step.counts_t, scale=scale)
+        return attend_latent(q_latent, q_rope, latent, rope_key, step.starts_t, step.counts_t, scale=scale, sinks=sinks)
 
-    def attend_chosen(self, q_latent: Tensor, q_rope: Tensor, chosen: Tensor, step: Step, *, scale: float) -> Tensor:
+    def attend_chosen(
+        self, q_latent: Tensor, q_rope: Tensor, chosen: Tensor, step: Step, *, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
         """The same to chosen positions `[R, T, k]` alone, see `choose_positions`."""
-        return attend_chosen(q_latent, q_rope, self.stored("latent"), self.stored("rope"), chosen, scale=scale)
+        return attend_chosen(
+            q_latent, q_rope, self.stored("latent"), self.stored("rope"), chosen, scale=scale, sinks=sinks
+        )
 
 
 class IndexKeys(SlotState):

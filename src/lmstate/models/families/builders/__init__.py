@@ -70,6 +70,7 @@ from lmstate.models.families.builders.norms import (
     whole_norms,
 )
 from lmstate.models.families.builders.positions import fairseq_sinusoids, sinusoids
+from lmstate.models.families.builders.streams import Streams, hyper_connection, hyper_head
 
 __all__ = [
     "ACTIVATIONS",
@@ -89,6 +90,7 @@ __all__ = [
     "Mamba2Shape",
     "MambaShape",
     "NormBuilder",
+    "Streams",
     "activation",
     "alibi_slopes",
     "attention",
@@ -116,6 +118,8 @@ __all__ = [
     "gated_norm",
     "head_norms",
     "head_window",
+    "hyper_connection",
+    "hyper_head",
     "layer_kinds",
     "layer_norms",
     "layer_windows",

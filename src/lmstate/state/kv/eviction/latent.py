@@ -63,7 +63,9 @@ class EvictingLatentState(EvictingState):
         latent, rope_key = (self.codec.transform(x[:, 0, : self.extent(step)]) for x in self.codec.decode(self.arrays))
         return (refused(latent, LOSS), refused(rope_key, LOSS)) if self._cut else (latent, rope_key)
 
-    def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
+    def attend_latents(
+        self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
         """`LatentState.attend_latents`."""
         chunk = self._enter(step)
         latent, rope_key = self.latents(step)
@@ -74,7 +76,15 @@ class EvictingLatentState(EvictingState):
             sums = chunk.columns.zero_()[..., : latent.shape[1]]
             columns = AttentionSums(sums.new_zeros(sums.shape), chunk.starts + chunk.counts)
         seen = attend_latent(
-            q_latent, q_rope, latent, rope_key, chunk.starts, chunk.counts, scale=scale, columns=columns
+            q_latent,
+            q_rope,
+            latent,
+            rope_key,
+            chunk.starts,
+            chunk.counts,
+            scale=scale,
+            columns=columns,
+            sinks=sinks,
         )
         if sums is not None and columns is not None:
             sums.copy_(columns.sums)

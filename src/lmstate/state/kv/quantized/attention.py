@@ -102,16 +102,22 @@ class QuantizedLatentState(LatentState):
         latent = kv_format.decode(codes, scales, self.bits, self.layout.dtype)
         return latent, kv_format.decode(rope_codes, rope_scales, self.bits, self.layout.dtype)
 
-    def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
+    def attend_latents(
+        self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
         q_latent, q_rope = kv_format.hadamard(q_latent), kv_format.hadamard(q_rope)
-        seen = attend_latent(q_latent, q_rope, *self._transformed(step), step.starts_t, step.counts_t, scale=scale)
+        seen = attend_latent(
+            q_latent, q_rope, *self._transformed(step), step.starts_t, step.counts_t, scale=scale, sinks=sinks
+        )
         seen = kv_format.hadamard(seen)
         return refused(seen, LOSS) if self._lost or wanted(q_latent, q_rope) else seen
 
-    def attend_chosen(self, q_latent: Tensor, q_rope: Tensor, chosen: Tensor, step: Step, *, scale: float) -> Tensor:
+    def attend_chosen(
+        self, q_latent: Tensor, q_rope: Tensor, chosen: Tensor, step: Step, *, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
         q_latent, q_rope = kv_format.hadamard(q_latent), kv_format.hadamard(q_rope)
         latent, rope_key = (part[:, None] for part in self._transformed(step))
-        seen = kv_format.hadamard(attend_chosen(q_latent, q_rope, latent, rope_key, chosen, scale=scale))
+        seen = kv_format.hadamard(attend_chosen(q_latent, q_rope, latent, rope_key, chosen, scale=scale, sinks=sinks))
         return refused(seen, LOSS) if self._lost or wanted(q_latent, q_rope) else seen
 
     def refuses_drop(self, row: int) -> str | None:

@@ -14,6 +14,7 @@ typedef struct {
   char *const *latent_table, *const *rope_table; /* [R, table_row]: see attend_args */
   float *columns;                 /* [R, 1, planes, S] with `ends`, as in attend_args, or null */
   const int64_t *ends;
+  const float *sinks;             /* [H], or null: see attend_args */
   int64_t rows, tokens, heads, slots, dim, rope_dim, planes;
   int64_t q_row, q_token, q_head, qr_row, qr_token, qr_head;
   int64_t latent_row, latent_slot, rope_row, rope_slot;
@@ -38,7 +39,7 @@ int64_t lmstate_attend_latent(const attend_latent_args *a) {
   const int64_t together = a->columns ? a->heads : heads_together(a->heads);
   attend_args attend = {.k = a->latent, .v = a->latent, .k_table = a->latent_table, .v_table = a->latent_table,
                         .table_row = a->table_row, .block = a->block, .starts = a->starts, .counts = a->counts,
-                        .out = a->out, .columns = a->columns, .ends = a->ends, .planes = a->planes,
+                        .out = a->out, .columns = a->columns, .ends = a->ends, .sinks = a->sinks, .planes = a->planes,
                         .rows = a->rows, .tokens = a->tokens, .heads = a->heads,
                         .kv_heads = a->heads / together, .slots = a->slots, .dim = a->dim,
                         .dim_v = a->dim, .q_row = a->tokens * a->heads * width, .q_token = a->heads * width,
