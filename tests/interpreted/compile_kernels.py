@@ -48,7 +48,7 @@ TYPES = {
     "rope": [F, F, F, F, "i32"],
     "product": [F, "*bf16", F, F, F, *["i32"] * 4, "fp32"],
     "product_glu": [F, "*bf16", F, F, *["i32"] * 4],
-    "expert_product": [F, I64, F, I64, I64, I64, I64, F, "i32", "i32", "i32"],
+    "expert_product": [F, I64, I64, I64, I64, I64, I64, F, "i32", "i32", "i32"],
     "weigh": [F, F, F, "i32"],
     "argmax_parts": [F, F, I64, "i32", "i32"],
     "argmax_merged": [F, I64, F, I64, "i32"],

@@ -20,8 +20,11 @@ def weight(kind: str, outputs: int, inputs: int) -> Weight:
 
 
 def some(kind: str, count: int, act: str, biased: bool) -> tuple[Expert, ...]:
-    biases = (torch.randn(2 * 64), torch.randn(96)) if biased else (None, None)
-    return tuple(Expert(weight(kind, 2 * 64, 96), weight(kind, 96, 64), act, *biases) for _ in range(count))
+    def one() -> Expert:
+        biases = (torch.randn(2 * 64), torch.randn(96)) if biased else (None, None)
+        return Expert(weight(kind, 2 * 64, 96), weight(kind, 96, 64), act, *biases)
+
+    return tuple(one() for _ in range(count))
 
 
 @pytest.mark.parametrize(
@@ -51,6 +54,17 @@ def test_tiles_of_many_tokens_change_no_bit() -> None:
     weights = torch.rand(150, 1)
     y = experts(x, weights, chosen, ExpertTable(own), False)  # in tiles of 64 routes, alone in tiles of 16
     assert torch.equal(y[147:], experts(x[147:], weights[147:], chosen[147:], ExpertTable(own), False))
+
+
+def test_a_change_in_place_is_seen() -> None:
+    own, x = some("bfloat16", 2, "silu", True), torch.randn(5, 96)
+    table, weights, chosen = ExpertTable(own), torch.rand(5, 1), torch.ones(5, 1, dtype=torch.int64)
+    before = experts(x, weights, chosen, table, False)
+    own[1].up.storage.mul_(0.5)
+    own[1].down_bias.add_(1.0)
+    after = experts(x, weights, chosen, table, False)
+    assert torch.equal(after, experts(x, weights, chosen, ExpertTable(own), False))
+    assert not torch.equal(after, before)
 
 
 def test_experts_of_several_shapes_or_kinds_have_no_table() -> None:

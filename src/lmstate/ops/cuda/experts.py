@@ -15,14 +15,15 @@ from lmstate.ops.types.weight import FLOAT_KINDS, Weight
 
 
 class ExpertTable:
-    """Addresses of the weights of a mixture's experts, and their biases, on the device of the weights."""
+    """Addresses of the weights and biases of a mixture's experts, on their device. Changes in place are seen."""
 
     def __init__(self, experts: tuple[Expert, ...]) -> None:
         """experts: those that `fits` holds for."""
         self.experts = experts
-        self.up, self.down = _addresses([each.up for each in experts]), _addresses([each.down for each in experts])
-        self.up_bias = _stacked([each.up_bias for each in experts])
-        self.down_bias = _stacked([each.down_bias for each in experts])
+        self.up = _addresses([each.up.storage for each in experts])
+        self.down = _addresses([each.down.storage for each in experts])
+        self.up_bias = _bias_addresses([each.up_bias for each in experts])
+        self.down_bias = _bias_addresses([each.down_bias for each in experts])
 
     def __deepcopy__(self, memo: dict[int, object]) -> ExpertTable:
         return ExpertTable(copy.deepcopy(self.experts, memo))
@@ -36,18 +37,19 @@ class ExpertTable:
              each.down_bias is None)
             for each in experts
         }  # fmt: skip
+        biases = [bias for each in experts for bias in (each.up_bias, each.down_bias) if bias is not None]
+        readable = all(bias.dtype == torch.float32 and bias.is_contiguous() for bias in biases)
         known = dense.can_multiply(first.up) and dense.can_multiply(first.down) and first.act in dense.GATES
-        return known and len(alike) == 1
+        return known and readable and len(alike) == 1
 
 
-def _addresses(weights: list[Weight]) -> Tensor:
-    addresses = [weight.storage.data_ptr() for weight in weights]
-    return torch.tensor(addresses, dtype=torch.int64).to(weights[0].storage.device)
+def _addresses(tensors: list[Tensor]) -> Tensor:
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64).to(tensors[0].device)
 
 
-def _stacked(biases: list[Tensor | None]) -> Tensor | None:
+def _bias_addresses(biases: list[Tensor | None]) -> Tensor | None:
     given = [bias for bias in biases if bias is not None]
-    return torch.stack(given).contiguous() if given else None
+    return _addresses(given) if given else None
 
 
 def experts(x: Tensor, weights: Tensor, chosen: Tensor, table: ExpertTable, scale_input: bool) -> Tensor:
@@ -108,7 +110,7 @@ class _Groups:
         if out.numel():
             launch(
                 kernels.expert_product, (-(-outputs // dense.OUTPUTS), self.tiles), x.contiguous(), addresses,
-                out if biases is None else biases, self.order, self.experts, self.firsts, self.ends, out, outputs,
+                addresses if biases is None else biases, self.order, self.experts, self.firsts, self.ends, out, outputs,
                 inputs, inputs // 32, SHARE=share, KIND=weight.kind if packed else "float",
                 HAS_BIAS=biases is not None, ELEMENT=elements()[dtype], ROWS=self.rows, OUTPUTS=dense.OUTPUTS,
                 STEP=dense.STEP, PRECISION="ieee" if dtype == torch.float32 else "tf32", warps=self.warps,

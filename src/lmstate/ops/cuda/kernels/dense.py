@@ -120,7 +120,7 @@ def expert_product(
     Grid: (tiles of outputs, tiles of routes). A tile has routes of one expert. `experts` int64 [tiles] tells which, or
     the number of experts where a tile has none; `firsts` int64 [tiles], where they begin in `order`. `order` int64
     [routes] has the routes of each expert together, up to its place in `ends` int64 [experts + 1]. weights: addresses
-    int64 [experts] of weights as those of `product`; biases: float32 [experts, outputs]. x: float32 [routes / SHARE,
+    int64 [experts] of weights as those of `product`; biases: of float32 [outputs]. x: float32 [routes / SHARE,
     inputs], of SHARE routes that follow each other; out: float32 [routes, outputs].
     """
     expert = tl.load(experts + tl.program_id(1))
@@ -140,7 +140,8 @@ def expert_product(
         row = route // SHARE
         acc = _summed(x, row, valid, weight, n, real, inputs, groups, KIND, ELEMENT, ROWS, OUTPUTS, STEP, PRECISION)
         if HAS_BIAS:
-            acc = acc + tl.load(biases + expert * outputs + n, mask=real, other=0.0)[None, :]
+            bias = tl.load(biases + expert).to(tl.pointer_type(tl.float32))
+            acc = acc + tl.load(bias + n, mask=real, other=0.0)[None, :]
         tl.store(out + route[:, None] * outputs + n[None, :], acc, mask=valid[:, None] & real[None, :])
 
 
