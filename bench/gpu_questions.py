@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lmstate.ops.cuda import configs, dense, recurrent
+from lmstate.ops.types.params import Norm
 from lmstate.ops.types.weight import Weight
 from lmstate.ops.weights.grouped import FloatWeight, quantize
 
@@ -70,13 +71,13 @@ def launches(device: str, small: bool) -> Iterator[Answer]:
     """Microseconds of a launch, of a graph's node, and of a pinned copy of 64 KiB."""
     if device == "cpu":
         return
-    x, norm = torch.randn(1, 576, device=device), torch.ones(576, device=device)
-    yield {"launch": 1e6 * seconds(lambda: dense.rms_norm(x, norm, 1e-5))}
+    x, norm = torch.randn(1, 576, device=device), Norm(torch.ones(576, device=device), 1e-5)
+    yield {"launch": 1e6 * seconds(lambda: dense.norm(x, norm))}
     for nodes in (50, 150, 300):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(nodes):
-                dense.rms_norm(x, norm, 1e-5)
+                dense.norm(x, norm)
         yield {"nodes": nodes, "node": 1e6 * seconds(graph.replay) / nodes}
     host = torch.zeros(1 << 13, dtype=torch.int64, pin_memory=True)
     mirror = host.to(device)

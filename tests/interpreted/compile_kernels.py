@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 
 from lmstate.ops.cuda import configs
 from lmstate.ops.cuda.device import OPTIONS
-from lmstate.ops.cuda.kernels import attention, dense, recurrent
+from lmstate.ops.cuda.kernels import attention, dense, recurrent, routing
 
 ARCHITECTURES = (80, 90, 100, 120)
 RESOURCES = Path(__file__).with_name("resources.json")
@@ -52,7 +52,9 @@ TYPES = {
     "weigh": [F, F, F, "i32"],
     "argmax_parts": [F, F, I64, "i32", "i32"],
     "argmax_merged": [F, I64, F, I64, "i32"],
-    "rms_norm": [F, F, F, "i32", "fp32"],
+    "norm": [F, F, F, F, "i32", "i32", "fp32"],
+    "per_head_product": [F, "*bf16", F, *["i32"] * 4],
+    "choose_experts": [F, F, F, I64, "fp32", "fp32"],
     "glu": [F, F, "i32"],
     "gated_delta_rule": [F, F, F, F, F, F, I64, F, F, "i32", "fp32"],
     "ssd": [F, F, F, F, F, F, F, F, I64, F, F, "i32", "fp32", "fp32"],
@@ -73,6 +75,11 @@ SCAN = {"N": 16, "NP": 16, "SLICE": 64, "HAS_D": True, "HAS_GATE": True, "SOFTPL
 FEW, MANY = configs.attention(4, 128), configs.attention(4096, 128)
 WIDE, CODED = configs.attention(4096, 256), configs.attention(4096, 128, codes=True)
 ONE, ROWS = configs.product(1), configs.product(4096)
+HEADS = {name: PRODUCT[name] for name in ("ELEMENT", "ROWS", "OUTPUTS", "STEP", "PRECISION")}
+CHOICE = {
+    "COUNT": 256, "COUNT_P": 256, "TOP_K": 8, "TOP_K_P": 8, "SIGMOID": True, "HAS_CORRECTION": True, "NORMALIZE": True,
+    "GROUPS": 8, "GROUPS_P": 8, "KEPT": 4, "TOP2": True,
+}  # fmt: skip
 PLAIN = {name: value for name, value in PRODUCT.items() if name != "HAS_STREAM"}
 LATENTS = {
     "LATENT": True, "HEADS": 16, "GROUP": 16, "D": 512, "DP": 512, "DV": 512, "DVP": 512, "DR": 64, "DRP": 64,
@@ -106,7 +113,12 @@ CASES: dict[str, Case] = {
     "weigh": (dense.weigh, {"TOP_K": 8, "WEIGHS": True, "WIDTH": 1024}),
     "argmax_parts": (dense.argmax_parts, {"WIDTH": 4096}),
     "argmax_merged": (dense.argmax_merged, {"PARTS": 64}),
-    "rms_norm": (dense.rms_norm, {"WIDTH": 4096}),
+    "norm": (dense.norm, {"LAYER": False, "HAS_BIAS": False, "WIDTH": 4096}),
+    "norm, layer": (dense.norm, {"LAYER": True, "HAS_BIAS": True, "WIDTH": 4096}),
+    "per_head_product": (dense.per_head_product, HEADS, ONE),
+    "per_head_product, 64 rows": (dense.per_head_product, HEADS | {"ROWS": ROWS.rows}, ROWS),
+    "choose_experts": (routing.choose_experts, CHOICE | {"SIGMOID": False, "GROUPS": 1, "GROUPS_P": 1, "KEPT": 1}),
+    "choose_experts, groups": (routing.choose_experts, CHOICE),
     "glu": (dense.glu, {"ACT": "silu", "WIDTH": 1024}),
     "gated_delta_rule": (recurrent.gated_delta_rule, DELTA, configs.GATED_DELTA),
     "ssd": (recurrent.ssd, SSD),

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}
 """Bytes of shared memory that a program may have (CUDA C++ Programming Guide, compute capabilities)."""
 
-SPILLED = {"attend, latents": 104, "product, int4, 64 rows": 8}
+SPILLED = {"attend, latents": 104, "product, int4, 64 rows": 8, "per_head_product": 8}
 """Bytes of registers that a thread keeps in memory, at most."""
 
 

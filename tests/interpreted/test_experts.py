@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from lmstate import ops
 from lmstate.models.layers.mlp import MLP
-from lmstate.models.layers.moe import MixtureOfExperts
+from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.ops.cuda import dense
-from lmstate.ops.cuda.experts import ExpertTable, experts
+from lmstate.ops.cuda.experts import ExpertTable, choose_experts, experts
 from lmstate.ops.types.sublayers import Expert
 from lmstate.ops.types.weight import Weight
 from lmstate.ops.weights.grouped import FloatWeight, quantize
@@ -54,6 +57,33 @@ def test_tiles_of_many_tokens_change_no_bit() -> None:
     weights = torch.rand(150, 1)
     y = experts(x, weights, chosen, ExpertTable(own), False)  # in tiles of 64 routes, alone in tiles of 16
     assert torch.equal(y[147:], experts(x[147:], weights[147:], chosen[147:], ExpertTable(own), False))
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    ("count", "groups", "kept", "score", "corrected"),
+    [(8, 1, 1, "top1", False), (60, 1, 1, "top1", True), (24, 4, 2, "top2", True), (32, 8, 3, "top1", False)],
+)
+def test_the_choice_of_experts(scoring: Any, count: int, groups: int, kept: int, score: Any, corrected: bool) -> None:
+    correction = torch.randn(count) / 5 if corrected else None
+    router = Router(weight("float32", count, 16), 4, scoring, normalize=corrected, scale=1.5, groups=groups,
+                    topk_groups=kept, group_score=score, e_score_correction_bias=correction)  # fmt: skip
+    logits = torch.randn(40, count)
+    logits[3] = 0.5  # the first of equals
+    weights, chosen = choose_experts(logits, router.params)
+    expected = ops.choose_experts(logits, router.params)  # of the processor, which breaks ties alike
+    assert expected is not None
+    assert torch.equal(chosen, expected[1])
+    torch.testing.assert_close(weights, expected[0], rtol=1e-6, atol=0)
+    for at in (0, 3, 39):
+        alone = choose_experts(logits[at : at + 1], router.params)
+        assert torch.equal(alone[0][0], weights[at]) and torch.equal(alone[1][0], chosen[at])
+
+
+def test_a_choice_among_nan_stays_among_the_experts() -> None:
+    router = Router(weight("float32", 6, 16), 2, "softmax", normalize=True)
+    weights, chosen = choose_experts(torch.full((1, 6), torch.nan), router.params)
+    assert weights.isnan().all() and int(chosen.min()) >= 0 and int(chosen.max()) < 6
 
 
 def test_a_change_in_place_is_seen() -> None:

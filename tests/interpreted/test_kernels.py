@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -163,13 +164,30 @@ def test_products_and_their_bits_for_any_number_of_rows(kind: str) -> None:
         assert torch.equal(part, y[first:last])
 
 
-def test_norms_and_gates() -> None:
-    x, weight = torch.randn(3, 4, 90), torch.randn(90)
-    torch.testing.assert_close(
-        dense.rms_norm(x, weight, 1e-5), norm_reference(x, Norm(weight, 1e-5)), rtol=1e-6, atol=1e-6
-    )
+@pytest.mark.parametrize("shape", [(90,), (4, 90)])
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_norms(shape: tuple[int, ...], kind: Literal["rms", "layer"], biased: bool) -> None:
+    x, own = torch.randn(3, 4, 90) + 1, Norm(torch.randn(shape), 1e-5, kind, torch.randn(shape) if biased else None)
+    y = dense.norm(x, own)
+    torch.testing.assert_close(y, norm_reference(x, own), rtol=1e-6, atol=2e-6)
+    assert torch.equal(dense.norm(x[1:2], own), y[1:2])
+
+
+def test_gates() -> None:
+    x = torch.randn(3, 4, 90)
     for act in dense.GATES:
         torch.testing.assert_close(dense.glu(x, act), glu_reference(x, act), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_products_of_each_head_with_its_matrix(dtype: torch.dtype) -> None:
+    x, matrices = torch.randn(2, 37, 3, 70), (torch.randn(3, 70, 90) / 8).to(dtype)
+    y = dense.per_head_matmul(x, matrices)
+    expected = torch.einsum("rtha,hab->rthb", x.to(dtype).float(), matrices.float())
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    for first, last in ((0, 1), (3, 20), (36, 37)):
+        assert torch.equal(dense.per_head_matmul(x[1:, first:last], matrices), y[1:, first:last])
 
 
 CUTS = ([9], [1] * 9, [4, 5], [1, 7, 1])

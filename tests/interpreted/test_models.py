@@ -16,8 +16,8 @@ from tests.interpreted.standin import interpreted_gpu
 from tests.other_device import DEVICE
 from tests.zoo import pair, text
 
-TO_THE_BIT = ("llama", "mamba2")
-CLOSE = ("deepseek_v3", "qwen3_next-dense")  # some of their operations are torch's, whose sums depend on the shape
+TO_THE_BIT = ("llama", "mamba2", "deepseek_v3")
+CLOSE = ("qwen3_next-dense",)  # torch computes its gates, and rounds the last numbers of a vector otherwise on a CPU
 LONG = [pytest.param(case, marks=pytest.mark.soak) for case in ("mistral", "gemma2", "gpt_oss", "falcon_h1")]
 
 

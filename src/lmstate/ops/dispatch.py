@@ -195,11 +195,11 @@ def info() -> list[dict[str, str]]:
 
 
 _TRITON = (
-    "attend", "attend_latent", "8-bit keys and values", "append", "rope", "linear", "norm (RMS)", "glu", "experts",
-    "argmax", "causal_conv", "gated_norm", "gated_delta_rule", "linear_attention", "ssd", "selective_scan", "rg_lru",
-    "wkv",
+    "attend", "attend_latent", "8-bit keys and values", "append", "rope", "linear", "per_head_matmul", "norm", "glu",
+    "choose_experts", "experts", "argmax", "causal_conv", "gated_norm", "gated_delta_rule", "linear_attention", "ssd",
+    "selective_scan", "rg_lru", "wkv",
 )  # fmt: skip
-_OF_TORCH = ("4-bit and 2-bit keys and values", "norm (layer)", "choose_experts", "choose_positions", "sample")
+_OF_TORCH = ("4-bit and 2-bit keys and values", "choose_positions", "sample")
 
 
 def gpu_info(index: int = 0) -> list[dict[str, str]]:

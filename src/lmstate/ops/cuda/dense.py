@@ -10,7 +10,7 @@ from torch import Tensor
 from lmstate.ops.cuda import configs
 from lmstate.ops.cuda.attention import elements
 from lmstate.ops.cuda.device import launch, padded
-from lmstate.ops.types.params import Residual
+from lmstate.ops.types.params import Norm, Residual
 from lmstate.ops.types.weight import FLOAT_KINDS, Weight
 
 STEP = 64
@@ -92,15 +92,35 @@ def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
     return top, place
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x: float32 `[..., E]`, E at most `WIDEST_NORM` -> float32 `[..., E]`."""
+def norm(x: Tensor, norm: Norm) -> Tensor:
+    """`ops.norm` of float32 `[..., E]`, E at most `WIDEST_NORM` -> float32 `[..., E]`."""
     from lmstate.ops.cuda.kernels import dense as kernels
 
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if out.numel():
-        width = x.shape[-1]
+        width, weight = x.shape[-1], norm.weight.contiguous()
         launch(
-            kernels.rms_norm, (x.numel() // width,), x.contiguous(), weight, out, width, eps, WIDTH=padded(width)
+            kernels.norm, (x.numel() // width,), x.contiguous(), weight,
+            weight if norm.bias is None else norm.bias.contiguous(), out, width, weight.numel() // width, norm.eps,
+            LAYER=norm.kind == "layer", HAS_BIAS=norm.bias is not None, WIDTH=padded(width),
+        )  # fmt: skip
+    return out
+
+
+def per_head_matmul(x: Tensor, matrices: Tensor) -> Tensor:
+    """`ops.dense.per_head.per_head_matmul` of float32 `[R, T, H, A]` and contiguous matrices of a dtype in
+    `elements()`."""
+    from lmstate.ops.cuda.kernels import dense as kernels
+
+    heads, inputs, outputs = matrices.shape
+    rows = x.shape[0] * x.shape[1]
+    out = torch.empty(*x.shape[:-1], outputs, dtype=torch.float32, device=x.device)
+    if out.numel():
+        lines, warps, stages = configs.product(rows)
+        launch(
+            kernels.per_head_product, (-(-outputs // OUTPUTS), -(-rows // lines), heads), x.contiguous(), matrices, out,
+            rows, heads, inputs, outputs, ELEMENT=elements()[matrices.dtype], ROWS=lines, OUTPUTS=OUTPUTS, STEP=STEP,
+            PRECISION="ieee" if matrices.dtype == torch.float32 else "tf32", warps=warps, stages=stages,
         )  # fmt: skip
     return out
 

@@ -1,4 +1,4 @@
-"""Experts of a mixture on a GPU: products grouped by expert, whose groups the GPU alone knows."""
+"""Experts of a mixture on a GPU: their choice, and products grouped by expert, whose groups the GPU alone knows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from torch import Tensor
 from lmstate.ops.cuda import configs, dense
 from lmstate.ops.cuda.attention import elements
 from lmstate.ops.cuda.device import launch, padded
-from lmstate.ops.types.sublayers import Expert
+from lmstate.ops.types.sublayers import Expert, RouterParams
 from lmstate.ops.types.weight import FLOAT_KINDS, Weight
+
+MOST_EXPERTS = 1024
+"""That one program chooses from."""
 
 
 class ExpertTable:
@@ -50,6 +53,25 @@ def _addresses(tensors: list[Tensor]) -> Tensor:
 def _bias_addresses(biases: list[Tensor | None]) -> Tensor | None:
     given = [bias for bias in biases if bias is not None]
     return _addresses(given) if given else None
+
+
+def choose_experts(logits: Tensor, router: RouterParams) -> tuple[Tensor, Tensor]:
+    """`ops.choose_experts` of float32 `[M, N]`, N at most `MOST_EXPERTS`."""
+    from lmstate.ops.cuda.kernels import routing as kernels
+
+    tokens, count = logits.shape
+    correction, top_k = router.e_score_correction_bias, router.top_k
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+    chosen = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
+    if tokens:
+        launch(
+            kernels.choose_experts, (tokens,), logits.contiguous(), weights if correction is None else correction,
+            weights, chosen, router.scale, router.floor, COUNT=count, COUNT_P=padded(count), TOP_K=top_k,
+            TOP_K_P=padded(top_k, 1), SIGMOID=router.scoring == "sigmoid", HAS_CORRECTION=correction is not None,
+            NORMALIZE=router.normalize, GROUPS=router.groups, GROUPS_P=padded(router.groups, 1),
+            KEPT=router.topk_groups, TOP2=router.group_score == "top2",
+        )  # fmt: skip
+    return weights, chosen
 
 
 def experts(x: Tensor, weights: Tensor, chosen: Tensor, table: ExpertTable, scale_input: bool) -> Tensor:

@@ -12,8 +12,8 @@ from lmstate.ops.types.params import Norm, Residual
 
 def norm(x: Tensor, norm: Norm) -> Tensor:
     """Normalize `x` `[..., E]` over its last axis; float32 `[..., E]`."""
-    if norm.simple and x.dtype == torch.float32 and x.shape[-1] <= cuda.WIDEST_NORM and dispatch.gpu(x, norm.weight):
-        return cuda.rms_norm(x, norm.weight, norm.eps)
+    if x.dtype == torch.float32 and x.shape[-1] <= cuda.WIDEST_NORM and dispatch.gpu(x, norm.weight, norm.bias):
+        return cuda.norm(x, norm)
     library = dispatch.native(x, norm.weight)
     if library is None or not norm.simple or x.dtype != torch.float32:
         return norm_reference(x, norm)

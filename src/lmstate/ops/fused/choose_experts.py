@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
+from lmstate.ops.cuda import experts as cuda
 from lmstate.ops.types.sublayers import RouterParams
 
 
@@ -14,7 +15,10 @@ def choose_experts(logits: Tensor, router: RouterParams) -> tuple[Tensor, Tensor
 
     None where no native body runs. The choice of a `MoESublayer`, bit for bit.
     """
-    library = dispatch.native(logits, router.e_score_correction_bias)
+    correction = router.e_score_correction_bias
+    if logits.dtype == torch.float32 and logits.shape[1] <= cuda.MOST_EXPERTS and dispatch.gpu(logits, correction):
+        return cuda.choose_experts(logits, router)
+    library = dispatch.native(logits, correction)
     if library is None or logits.dtype != torch.float32:
         return None
     return library.fused.choose_experts(logits, router)

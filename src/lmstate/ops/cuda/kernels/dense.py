@@ -110,6 +110,35 @@ def product_glu(
 
 
 @triton.jit
+def per_head_product(
+    x, matrices, out, rows, heads, inputs, outputs,
+    ELEMENT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A head's product with its matrix. Grid: (tiles of outputs, tiles of rows, heads).
+
+    x: float32 [rows, heads, inputs]; matrices: [heads, inputs, outputs] of ELEMENT; out: float32 [rows, heads,
+    outputs].
+    """
+    head = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    valid = row < rows
+    real = n < outputs
+    acc = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for first in range(0, inputs, STEP):
+        k = first + tl.arange(0, STEP)
+        inside = k < inputs
+        a = _inputs(x, row * heads + head, k, valid, inside, inputs, ELEMENT)
+        w = tl.load(
+            matrices + (head * inputs + k[:, None]) * outputs + n[None, :], mask=inside[:, None] & real[None, :],
+            other=0.0,
+        )  # fmt: skip
+        acc = tl.dot(a, w, acc, input_precision=PRECISION)
+    at = (row[:, None] * heads + head) * outputs + n[None, :]
+    tl.store(out + at, acc, mask=valid[:, None] & real[None, :])
+
+
+@triton.jit
 def expert_product(
     x, weights, biases, order, experts, firsts, ends, out, outputs, inputs, groups,
     SHARE: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, ELEMENT: tl.constexpr, ROWS: tl.constexpr,
@@ -197,15 +226,25 @@ def argmax_merged(largest, places, top, place, parts, PARTS: tl.constexpr):
 
 
 @triton.jit
-def rms_norm(x, weight, out, width, eps, WIDTH: tl.constexpr):
-    """Normalize one row. Grid: (rows,). x, out: float32 [rows, width]; weight: float32 [width]."""
+def norm(
+    x, weight, bias, out, width, own, eps, LAYER: tl.constexpr, HAS_BIAS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Normalize one row by its root mean square, or if LAYER by mean and deviation. Grid: (rows,).
+
+    x, out: float32 [rows, width]; weight, bias: float32 [own, width], of rows whose numbers are alike modulo `own`.
+    """
     e = tl.arange(0, WIDTH)
     inside = e < width
-    row = tl.program_id(0).to(tl.int64) * width
-    values = tl.load(x + row + e, mask=inside, other=0.0)
+    at = tl.program_id(0).to(tl.int64)
+    values = tl.load(x + at * width + e, mask=inside, other=0.0)
+    if LAYER:
+        values = tl.where(inside, values - tl.sum(values, 0) / width, 0.0)
     mean = tl.sum(values * values, 0) / width
-    y = values * tl.rsqrt(mean + eps) * tl.load(weight + e, mask=inside, other=0.0)
-    tl.store(out + row + e, y, mask=inside)
+    parameters = at % own * width + e
+    y = values * tl.rsqrt(mean + eps) * tl.load(weight + parameters, mask=inside, other=0.0)
+    if HAS_BIAS:
+        y = y + tl.load(bias + parameters, mask=inside, other=0.0)
+    tl.store(out + at * width + e, y, mask=inside)
 
 
 @triton.jit
