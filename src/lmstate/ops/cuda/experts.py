@@ -14,7 +14,7 @@ from lmstate.ops.types.sublayers import Expert, RouterParams
 from lmstate.ops.types.weight import FLOAT_KINDS, Weight
 
 MOST_EXPERTS = 1024
-"""That one program chooses from."""
+"""The most experts that one program chooses from."""
 
 
 class ExpertTable:
