@@ -249,3 +249,101 @@ def test_pictures_between_tokens_of_their_own(tmp_path: Path) -> None:
     logits = model([prompt.tokens], state)
     assert logits is not None
     torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
+
+
+def processor_of(family: str, folder: Path) -> Any:
+    """A small processor of a family, saved with a tokenizer in a folder."""
+    import transformers as t
+
+    place = {"ovis2": "<IMG_ATOM>", "llama4": "<|patch|>"}.get(family, "<image>")
+    names = {
+        "idefics2": {"image_boundary_token": "<bound>", "end_of_utterance": "<end_of_utterance>"},
+        "llama4": {
+            name: f"<|{name}|>"
+            for name in ("image_start", "image_end", "tile_x_separator", "tile_y_separator", "image")
+        },
+        "ovis2": {name: f"<IMG_{name}>" for name in ("START", "GRID", "COL", "ROW", "END")},
+        "minicpmv4_6": {
+            name: f"<{name}>"
+            for kind in ("image", "slice", "image_id")
+            for name in (f"{kind}_start_token", f"{kind}_end_token")
+        } | {"video_token": "<video>"},
+    }.get(family, {})  # fmt: skip
+    save_tokenizer(folder, [place, *names.values(), *(["<image>"] if place != "<image>" else [])], TEMPLATE)
+    inner = t.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), eos_token=END, pad_token=END,
+        additional_special_tokens=[START], extra_special_tokens={"image_token": "<image>", **names},
+    )  # fmt: skip
+    size = {"height": 16, "width": 16}
+    if family == "idefics2":
+        pixels = t.Idefics2ImageProcessorPil(size={"shortest_edge": 10, "longest_edge": 16}, do_image_splitting=True)
+        made = t.Idefics2Processor(pixels, inner, image_seq_len=4, chat_template=TEMPLATE)
+    elif family == "ovis2":
+        pixels = t.Ovis2ImageProcessorPil(size=size, crop_to_patches=True, max_patches=4)
+        made = t.Ovis2Processor(pixels, inner, image_seq_length=4, chat_template=TEMPLATE)
+    elif family == "minicpmv4_6":
+        pytest.importorskip("torchvision")  # of its processor of videos
+        pixels = t.MiniCPMV4_6ImageProcessorPil(scale_resolution=32, patch_size=4)
+        made = t.MiniCPMV4_6Processor(pixels, t.MiniCPMV4_6VideoProcessor(), inner, chat_template=TEMPLATE)
+    elif family == "llama4":
+        pytest.importorskip("torchvision")  # of its processor of images
+        made = t.Llama4Processor(
+            t.Llama4ImageProcessor(size=size, max_patches=4), inner, patch_size=4, pixel_shuffle_ratio=0.5,
+            image_token="<image>", fake_image_token="<image>", chat_template=TEMPLATE,
+        )  # fmt: skip
+    elif family == "llava_onevision":
+        pins = [[16, 32], [32, 16], [32, 32]]
+        pytest.importorskip("torchvision")  # of its processor of videos
+        pixels = t.LlavaOnevisionImageProcessorPil(size=size, image_grid_pinpoints=pins)
+        made = t.LlavaOnevisionProcessor(
+            pixels, inner, t.LlavaOnevisionVideoProcessor(), num_image_tokens=16,
+            vision_feature_select_strategy="full", vision_aspect_ratio="anyres_max_9", chat_template=TEMPLATE,
+        )  # fmt: skip
+    elif family == "granite4_vision":
+        pins = [[16, 32], [32, 16], [32, 32]]
+        pixels = t.LlavaNextImageProcessorPil(size={"shortest_edge": 16}, crop_size=size, image_grid_pinpoints=pins)
+        made = t.Granite4VisionProcessor(
+            pixels, inner, patch_size=4, vision_feature_select_strategy="full", downsample_rate="1/2",
+            chat_template=TEMPLATE,
+        )  # fmt: skip
+    else:
+        pixels = t.DeepseekVLImageProcessorPil(size=size, min_size=4)
+        made = t.DeepseekVLProcessor(pixels, inner, num_image_tokens=16, chat_template=TEMPLATE)
+    made.save_pretrained(folder)
+    return t.AutoProcessor.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "family", ["deepseek_vl", "granite4_vision", "idefics2", "llama4", "llava_onevision", "minicpmv4_6", "ovis2"]
+)
+def test_places_are_those_of_the_processor(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers as t
+
+    monkeypatch.setattr(t.modeling_outputs.MoeCausalLMOutputWithPast, "image_outputs", None, raising=False)  # Llama 4
+
+    processor, given = processor_of(family, tmp_path), config(family)
+    place = {"ovis2": "<IMG_ATOM>", "llama4": "<|patch|>"}.get(family, "<image>")
+    given.image_token_id = processor.tokenizer.convert_tokens_to_ids(place)
+    if family == "ovis2":
+        marks = ("<IMG_START>", "<IMG_END>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>")
+        given.visual_indicator_token_ids = processor.tokenizer.convert_tokens_to_ids(marks)
+    given.text_config.vocab_size, given.text_config.eos_token_id = len(processor.tokenizer), 257
+    if family == "ovis2":
+        given.vocab_size = len(processor.tokenizer)
+    torch.manual_seed(0)
+    theirs = t.AutoModelForImageTextToText.from_config(given).eval()
+    randomize(theirs)
+    theirs.save_pretrained(tmp_path)
+    files = [png(30, 20), png(16, 40, seed=1), png(20, 20, seed=2)]
+    images = [Image.open(io.BytesIO(file)) for file in files]
+    model = lmstate.load(tmp_path, weights="float32")
+    prompt = model.encode(said(files[0], files[1], "and", files[2]))
+    text = processor.apply_chat_template(said(b"", b"", "and", b""), add_generation_prompt=True, tokenize=False)
+    inputs = processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False).to(torch.float32)
+    assert inputs["input_ids"][0].tolist() == prompt.tokens
+    with torch.no_grad():
+        expected = theirs(**inputs).logits[0, -1]
+    prompt.place(state := model.new_state())
+    logits = model([prompt.tokens], state)
+    assert logits is not None
+    torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)

@@ -5,6 +5,7 @@ A tower sees one picture, or one tile of it, at a time: its embeddings never dep
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,25 @@ def padded_rows(inputs: Inputs, config: Any) -> Iterator[Tile]:
         yield Tile(own)
 
 
+def high_rows(inputs: Inputs, config: Any) -> Iterator[Tile]:
+    """Pixels `[pictures, 3, H, W]`, and more of each picture for a second tower (DeepSeek-VL 7B)."""
+    names = ("pixel_values", "high_res_pixel_values")
+    for parts in zip(*(_given(inputs, name, 4) for name in names), strict=True):
+        yield Tile({name: part[None] for name, part in zip(names, parts)})
+
+
+def strips(inputs: Inputs, config: Any) -> Iterator[Tile]:
+    """Patches of all tiles side by side `[1, 3, P, N * P]`, and the rows and columns of each (MiniCPM-V 4.6)."""
+    pixels, sizes = _given(inputs, "pixel_values", 4), _given(inputs, "target_sizes", 2)
+    patch, start = pixels.shape[2], 0
+    if int(sizes.prod(-1).sum()) * patch != pixels.shape[3]:
+        raise StateError(f"tiles of {sizes.tolist()} patches were given, and pixels {list(pixels.shape)}")
+    for size in sizes:
+        stop = start + int(size.prod()) * patch
+        yield Tile({"pixel_values": pixels[..., start:stop], "target_sizes": size[None]})
+        start = stop
+
+
 def grids(inputs: Inputs, config: Any) -> Iterator[Tile]:
     """Patches `[N, features]` of all pictures, and how many frames, rows and columns each has (Qwen2-VL)."""
     pixels, known = _given(inputs, "pixel_values", 2), _given(inputs, "image_grid_thw", 2)
@@ -97,6 +117,62 @@ def patched(inputs: Inputs, config: Any) -> Iterator[Tile]:
         yield Tile({name: part[None] for name, part in zip(names, parts)})
 
 
+def pooled(seeing: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """Embeddings of one tile by most towers: float32 `[N, (1 + D) E]`, see `Media`."""
+    found = seeing.get_image_features(**inputs, return_dict=True)
+    parts = [found.pooler_output, *(found.get("deepstack_features") or ())]
+    return torch.cat([torch.cat([*part]).float().flatten(0, -2) for part in parts], -1)
+
+
+def projected(seeing: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """The same of Llama 4, whose projector is apart."""
+    found = seeing.get_image_features(**inputs, return_dict=True)
+    return torch.cat([*seeing.multi_modal_projector(found.last_hidden_state)]).float()
+
+
+def at_blocks(seeing: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """The same of Granite 4 Vision, which adds to the stream in front of blocks that its config names."""
+    found = seeing.get_image_features(**inputs, return_dict=True).deepstack_features
+    (first,) = found[0][1]
+    parts = [torch.zeros_like(first) for _ in range(1 + max(block for block, _ in found))]
+    for block, (own,) in found:
+        parts[block] = own  # a later one stands in the place of an earlier one, as in the model
+    return torch.cat(parts, -1).float()
+
+
+def visual_indicators(seeing: Any, config: Any) -> dict[int, Tensor]:
+    """Embeddings `[1, E]` of tokens around pictures, by their ids, from the table of pictures' own words (Ovis2)."""
+    table, ids = seeing.visual_embeddings_table, config.visual_indicator_token_ids
+    last = torch.arange(table.num_embeddings - len(ids), table.num_embeddings, device=table.weight.device)
+    return {int(token): own[None].float() for token, own in zip(ids, table(last))}
+
+
+def replaced(processor: Any, inputs: Inputs, index: int) -> str:
+    """The text of a picture's places."""
+    return str(processor.replace_image_token(inputs, index))
+
+
+def numbered(processor: Any, inputs: Inputs, index: int) -> str:
+    """The same of MiniCPM-V 4.6, with the picture's number in front."""
+    divisor = processor.image_token_divisor
+    own = str(processor.replace_image_token(inputs, index, image_token_divisor=divisor))
+    number = f"{processor.image_id_start_token}{index}{processor.image_id_end_token}"
+    return number + own if processor.default_use_image_id else own
+
+
+def bounded(processor: Any, inputs: Inputs, index: int) -> str:
+    """The same of Idefics2: each tile between tokens of its own."""
+    bound = processor.fake_image_token
+    own = f"{bound}{processor.image_token * processor.image_seq_len}{bound}"
+    return own * 5 if processor.image_processor.do_image_splitting else own
+
+
+def between_bounds(processor: Any, text: str) -> str:
+    """One bound between two tiles, and a space between a bound and a word (Idefics2)."""
+    bound = processor.fake_image_token
+    return re.sub(rf"{re.escape(bound)}(?=[^\s<])", f"{bound} ", text.replace(bound + bound, bound))
+
+
 def _given(inputs: Inputs, name: str, ndim: int) -> Tensor:
     value = inputs.get(name)
     if not isinstance(value, Tensor) or value.ndim != ndim:
@@ -107,16 +183,24 @@ def _given(inputs: Inputs, name: str, ndim: int) -> Tensor:
 
 # model_type of a config -> how its pictures are parted.
 FAMILIES: dict[str, Tiles] = {
+    "deepseek_vl": rows,
+    "deepseek_vl_hybrid": high_rows,
     "gemma3": rows,
     "glm4v": grids,
     "glm4v_moe": grids,
     "glm_ocr": grids,
+    "granite4_vision": tiled,
+    "idefics2": padded_rows,
     "idefics3": padded_rows,
     "internvl": rows,
     "lfm2_vl": patched,
+    "llama4": rows,
     "llava": rows,
     "llava_next": tiled,
+    "llava_onevision": tiled,
+    "minicpmv4_6": strips,
     "mistral3": sized,
+    "ovis2": rows,
     "qwen2_5_vl": grids,
     "qwen2_vl": grids,
     "qwen3_5": grids,
@@ -125,7 +209,17 @@ FAMILIES: dict[str, Tiles] = {
     "qwen3_vl_moe": grids,
     "smolvlm": padded_rows,
 }
-# Whose chat templates write the token that begins a picture, and not that of its places.
-BEGUN = frozenset({"gemma3"})
+# The function that makes embeddings of a tile, where it is not `pooled`.
+FEATURES: dict[str, Callable[[Any, dict[str, Tensor]], Tensor]] = {"granite4_vision": at_blocks, "llama4": projected}
+# Whose tokens around a picture have embeddings of the tower too.
+MARKS: dict[str, Callable[[Any, Any], dict[int, Tensor]]] = {"ovis2": visual_indicators}
+# The function that writes the places of a picture, where it is not `replaced`.
+WRITERS: dict[str, Callable[[Any, Inputs, int], str]] = {"idefics2": bounded, "minicpmv4_6": numbered}
+# Changes of a text behind the places of all pictures.
+TIDIED: dict[str, Callable[[Any, str], str]] = {"idefics2": between_bounds}
 # Whose pictures are one tile each, and stand in a text as one run of places and nothing else.
-UNTILED = frozenset(name for name, tiles in FAMILIES.items() if tiles in (grids, tiled)) | {"llava"}
+UNTILED = frozenset(name for name, tiles in FAMILIES.items() if tiles in (grids, tiled)) | {
+    "deepseek_vl",
+    "deepseek_vl_hybrid",
+    "llava",
+}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lmstate.errors import ModelError, StateError
 from lmstate.state.media import MediaSpan, identities
 from lmstate.state.sources import Source, SourceFeatures
-from lmstate.vision.families import BEGUN, UNTILED
+from lmstate.vision.families import TIDIED, UNTILED, WRITERS, replaced
 from lmstate.vision.pictures import read_picture
 from lmstate.vision.tower import Tower
 
@@ -113,7 +113,8 @@ class PictureReader:
                 if self.processor is None:
                     places = [mark * len(self.tower.embed(tile)) for tile in tiles]
                 else:
-                    places = [self.processor.replace_image_token(inputs, index) for index in range(count)]
+                    write = WRITERS.get(self.tower.family, replaced)
+                    places = [write(self.processor, inputs, index) for index in range(count)]
                     for tile in tiles:
                         self.tower.embed(tile)
             except (ValueError, TypeError, KeyError) as error:
@@ -123,7 +124,7 @@ class PictureReader:
     @property
     def mark(self) -> str:
         """The text of the token that a chat template writes where a picture stands."""
-        if self.tower.family in BEGUN:
+        if self.processor is not None:
             return str(self.processor.image_token)
         return self.tokenizer.decode([self.tower.placeholder], skip_special_tokens=False)
 
@@ -168,7 +169,9 @@ class PicturedTexts:
                 "message, or a message has that text"
             )
         places = iter(self._places)
-        return re.sub(re.escape(mark), lambda _: next(places), text)
+        text = re.sub(re.escape(mark), lambda _: next(places), text)
+        tidy = TIDIED.get(self._reader.tower.family)
+        return text if tidy is None else tidy(self._reader.processor, text)
 
     def chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """As `Tokenizer.chat`."""

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from lmstate.errors import ModelError, StateError, UnsupportedError
 from lmstate.state.media import Media, MediaSpan
-from lmstate.vision.families import FAMILIES, Tile
+from lmstate.vision.families import FAMILIES, FEATURES, MARKS, Tile, pooled
 
 KEPT_BYTES = 2**28  # of embeddings of pictures that were seen before
 # Parameters of the text model, which is left out.
-TEXT = ("model.language_model.", "model.text_model.", "lm_head.")
+TEXT = ("model.language_model.", "model.text_model.", "language_model.", "lm_head.")
 
 
 class Tower:
@@ -35,6 +35,8 @@ class Tower:
         self.family, self.module, self.config, self.device = family, module, config, device
         self.placeholder = int(config.image_token_id)
         self.runs = 0  # tiles that the tower was run for
+        with torch.inference_mode(False), torch.no_grad():
+            self._marks = MARKS[family](module, config) if family in MARKS else {}
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
 
     @staticmethod
@@ -73,7 +75,7 @@ class Tower:
             raise ModelError(
                 f"{path} lacks {len(bad)} tensors of its vision tower, or has them of other shapes: {bad[0]}"
             )
-        seeing = whole.model
+        seeing = whole.base_model
         for name in ("language_model", "text_model"):
             if name in dict(seeing.named_children()):
                 delattr(seeing, name)
@@ -99,7 +101,10 @@ class Tower:
                 raise StateError(f"the places of the picture at {own[0]} do not follow each other")
             for start, stop in pairwise(cuts):
                 spans.append(MediaSpan(own[start], Media.of(embeddings[start:stop], self.placeholder, positions)))
-        return tuple(spans)
+        if spans:
+            marked = ((at, token) for at, token in enumerate(ids) if token in self._marks)
+            spans += [MediaSpan(at, Media.of(self._marks[token], token)) for at, token in marked]
+        return tuple(sorted(spans, key=lambda span: span.at))
 
     def tiles(self, inputs: Mapping[str, Tensor]) -> list[Tile]:
         """The pictures that an image processor made, or their tiles, one by one."""
@@ -112,11 +117,10 @@ class Tower:
             self._kept.move_to_end(key)
             return known
         with torch.inference_mode(False), torch.no_grad():
-            inputs = {name: value.to(self.device) for name, value in tile.inputs.items()}
-            found = self.module.get_image_features(**inputs, return_dict=True)
+            given = {name: value.to(self.device) for name, value in tile.inputs.items()}
+            inputs = {name: value.float() if value.is_floating_point() else value for name, value in given.items()}
+            embeddings = FEATURES.get(self.family, pooled)(self.module, inputs)
         self.runs += 1
-        parts = [found.pooler_output, *(found.get("deepstack_features") or ())]
-        embeddings = torch.cat([torch.cat([*part]).float().flatten(0, -2) for part in parts], -1)
         self._kept[key] = embeddings
         while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > KEPT_BYTES:
             self._kept.popitem(last=False)
