@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from lmstate.checkpoints.huggingface.directory import tokenizer_files
-from lmstate.serve.answer.messages import Call, Chat, Message, Renderer, is_written, left_out
+from lmstate.serve.answer.message_forms import is_written, left_out
+from lmstate.serve.answer.messages import Call, Chat, Message
+from lmstate.serve.answer.renderer import Renderer
 from lmstate.serve.tools import Tool
 from lmstate.serve.wire.errors import ApiError
 from lmstate.text.replay import Replay

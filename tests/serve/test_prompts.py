@@ -15,8 +15,9 @@ from lmstate import Engine
 from lmstate.generation.grammar import admitted
 from lmstate.serve.answer.answers import AnswerMaker
 from lmstate.serve.answer.grammar import Grammars
-from lmstate.serve.answer.messages import Call, Chat, Message, Renderer
+from lmstate.serve.answer.messages import Call, Chat, Message
 from lmstate.serve.answer.reasoning import KNOWN, ReasoningMarkers, reasoning_of
+from lmstate.serve.answer.renderer import Renderer
 from lmstate.serve.answer.service import Service, ToolUse
 from lmstate.serve.settings import Settings
 from lmstate.serve.tools import HERMES, Reasoning, Text, Tool

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from lmstate.engine import Piece
 from lmstate.serve import anthropic
 from lmstate.serve.answer.answers import Answer
-from lmstate.serve.answer.messages import Chat, Message, Renderer
+from lmstate.serve.answer.messages import Chat, Message
+from lmstate.serve.answer.renderer import Renderer
 from lmstate.serve.answer.service import ChatTask, Service, ToolUse
 from lmstate.serve.openai import chat as openai_chat
 from lmstate.serve.openai.responses import items as response_items

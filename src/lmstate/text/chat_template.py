@@ -7,14 +7,10 @@ dozen ways; each is charged where it is computed, so a template fails with a `Mo
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from time import monotonic
 from typing import Any
@@ -25,17 +21,32 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import do_indent, do_round
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from lmstate.errors import ModelError
+from lmstate.text.template_budget import (
+    BUDGET,
+    MOST_DIGITS,
+    MOST_TEXT,
+    SECONDS,
+    RenderBudget,
+    TooMuch,
+    bounded,
+    bounded_format,
+    bounded_test,
+    check_arguments,
+    check_format,
+    check_product,
+    check_total,
+    checked,
+    counted,
+    joined,
+    printed,
+    searched,
+    written_length,
+)
 
-MOST_SOURCE, MOST_TEXT, MOST_STEPS = 2**18, 2**24, 2 * 10**6
-WIDEST_FIELD = 1000  # characters of a number or a text that a format pads
-MOST_DIGITS = 100  # behind the point, of a number that is rounded
-MOST_CHARACTERS = 2**27
-"""Characters and bytes that one render may create, those that are thrown away included."""
-SECONDS = 10.0
+MOST_SOURCE = 2**18
 _FILTERS = """
 abs attr capitalize count d default dictsort e escape first float forceescape format groupby indent int items join last
 length list lower map max min reject rejectattr replace reverse round safe select selectattr sort string striptags sum
@@ -61,32 +72,6 @@ METHODS: dict[type, frozenset[str]] = {
 """Methods that a template may call; other types of values have none but those of Jinja's own objects."""
 
 
-@dataclass
-class _Budget:
-    """Remaining budget of one render."""
-
-    deadline: float
-    steps: int = MOST_STEPS
-    characters: int = MOST_CHARACTERS
-
-    def charge(self, steps: int = 1, characters: int = 0) -> None:
-        self.steps -= steps
-        self.characters -= characters
-        if self.steps < 0:
-            raise TooMuch(f"it takes more than {MOST_STEPS} steps")
-        if self.characters < 0:
-            raise TooMuch(f"it creates texts of more than {MOST_CHARACTERS} characters in all")
-        if monotonic() > self.deadline:
-            raise TooMuch(f"it takes more than {SECONDS:g} seconds")
-
-
-_budget: ContextVar[_Budget] = ContextVar("budget")
-
-
-class TooMuch(jinja2.TemplateError):
-    """The template asked for more than the budget."""
-
-
 class ChatTemplate:
     """One template. `render` is the text of a conversation; `ModelError` if the template refuses it or misbehaves."""
 
@@ -99,7 +84,7 @@ class ChatTemplate:
             raise ModelError(f"the chat template is not valid Jinja: {error}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        token = _budget.set(_Budget(monotonic() + SECONDS))
+        token = BUDGET.set(RenderBudget(monotonic() + SECONDS))
         pieces, length = [], 0
         try:
             for piece in self._template.generate(messages=[dict(message) for message in messages], **variables):
@@ -114,7 +99,7 @@ class ChatTemplate:
         except (RecursionError, MemoryError) as error:
             raise ModelError("the model's chat template asks for more memory than a conversation can need") from error
         finally:
-            _budget.reset(token)
+            BUDGET.reset(token)
         text = "".join(pieces)
         if not _is_unicode(text) and _is_unicode(json.dumps([messages, variables], ensure_ascii=False, default=str)):
             raise ModelError("the model's chat template writes half a surrogate pair, which is not Unicode")
@@ -136,18 +121,18 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols], finalize=_printed
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols], finalize=printed
         )
         given = {**self.filters, "tojson": _tojson, "indent": _indent, "round": _round}
-        self.filters = {name: _bounded(given[name], name in WRITERS, name in WALKERS) for name in (*FILTERS, "tojson")}
-        self.filters["format"] = _bounded_format(given["format"])
+        self.filters = {name: bounded(given[name], name in WRITERS, name in WALKERS) for name in (*FILTERS, "tojson")}
+        self.filters["format"] = bounded_format(given["format"])
         tests: dict[str, Any] = {**self.tests}
-        self.tests = {name: _bounded_test(function) for name, function in tests.items()}
+        self.tests = {name: bounded_test(function) for name, function in tests.items()}
         self.filters |= {
-            "_counted": _counted,
-            "_checked": _checked,
-            "_joined": _joined,
-            "_searched": _searched,
+            "_counted": counted,
+            "_checked": checked,
+            "_joined": joined,
+            "_searched": searched,
         }
         self.globals |= {"raise_exception": _refuse, "strftime_now": _strftime_now}
         del self.globals["lipsum"]
@@ -159,19 +144,19 @@ class _Environment(ImmutableSandboxedEnvironment):
         if operator == "**":
             raise TooMuch("it uses powers, which chat templates have no use for")
         if operator == "*":
-            _check_product(left, right)
+            check_product(left, right)
         if operator == "%" and isinstance(left, str):
-            _check_format(left, right if isinstance(right, tuple) else (right,))
-        return _checked(super().call_binop(context, operator, left, right))
+            check_format(left, right if isinstance(right, tuple) else (right,))
+        return checked(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         # The sandbox wraps str.format; the text that it belongs to is on the method inside.
         inner = inspect.unwrap(__obj)
         owner = getattr(inner, "__self__", None)
-        _check_arguments(owner, args, kwargs)
+        check_arguments(owner, args, kwargs)
         if isinstance(owner, str) and getattr(inner, "__name__", "") in ("format", "format_map"):
-            _check_format(owner, [*args, *kwargs.values()])
-        return _checked(super().call(__context, __obj, *args, **kwargs))
+            check_format(owner, [*args, *kwargs.values()])
+        return checked(super().call(__context, __obj, *args, **kwargs))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if callable(value):
@@ -249,13 +234,13 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON for a model to read, without the HTML escapes of Jinja's own filter."""
-    _check_total([_written(value, _width(indent or 0) + sum(map(_width, separators or ())))])
+    check_total([written_length(value, _width(indent or 0) + sum(map(_width, separators or ())))])
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
     """Jinja's own, if the text that it adds to the lines is not absurdly long."""
-    _check_total([len(text), _width(width) * (len(text.splitlines()) + 1)])
+    check_total([len(text), _width(width) * (len(text.splitlines()) + 1)])
     return do_indent(text, width, first, blank)
 
 
@@ -283,171 +268,3 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _counted(items: Iterable[Any]) -> Iterator[Any]:
-    """The items of a loop, each charged to the budget of the render."""
-    budget = _budget.get()
-    for item in items:
-        budget.charge()
-        yield item
-
-
-def _searched(value: Any) -> Any:
-    """A value that another is compared with or looked for in."""
-    _budget.get().charge(1 + len(value) // 64 if isinstance(value, (str, list, tuple)) else 1)
-    return value
-
-
-def _checked(value: Any) -> Any:
-    """The value itself, charged to the budget, if its size is reasonable.
-
-    Containers are charged for all that is in them, so that one that holds itself twice, which holds itself twice, ...
-    cannot be built or printed: whatever walks through it would never end.
-    """
-    if value is None or isinstance(value, (jinja2.Undefined, bool, float)):
-        return value
-    budget = _budget.get(None)
-    if budget is None:  # a constant that is folded while the template compiles
-        return value
-    if isinstance(value, (str, bytes)):
-        budget.charge(1, len(value))
-        if len(value) > MOST_TEXT:
-            raise TooMuch(f"it builds a text of {len(value)} characters")
-    elif isinstance(value, int):
-        if value.bit_length() > 1024:
-            raise TooMuch("it computes with absurdly large numbers")
-    elif isinstance(value, CONTAINERS):
-        open_: list[Any] = [value]
-        while open_:
-            inside = open_.pop()
-            items = _items(inside)
-            budget.charge(len(items) + 1)
-            open_ += [item for item in items if isinstance(item, CONTAINERS)]
-    return value
-
-
-CONTAINERS = (list, tuple, dict, Namespace)
-
-
-def _items(container: Any) -> list[Any]:
-    if isinstance(container, Namespace):
-        container = object.__getattribute__(container, "_Namespace__attrs")
-    return list(container.values() if isinstance(container, dict) else container)
-
-
-def _written(value: Any, indent: int = 0) -> int:
-    """Characters of a value as text, at least, and no more than it takes to be too many.
-
-    `indent`: those that stand before an item for each container around it.
-    """
-    budget, total, waiting = _budget.get(None), 0, [(value, 0)]
-    while waiting and total <= MOST_TEXT:
-        one, depth = waiting.pop()
-        total += indent * depth
-        if isinstance(one, CONTAINERS):
-            items = _items(one)
-            if budget is not None:  # else it is a constant that is folded while the template compiles
-                budget.charge(len(items) + 1)
-            waiting += [(item, depth + 1) for item in items]
-            if isinstance(one, dict):
-                waiting += [(key, 0) for key in one]
-            total += 2 + indent * depth
-        else:
-            total += len(one) if isinstance(one, (str, bytes)) else 8
-    return total
-
-
-def _printed(value: Any) -> Any:
-    """A value that a template prints: the text of a container is made at once."""
-    if isinstance(value, CONTAINERS):
-        _check_total([_written(value)])
-    return _checked(value)
-
-
-def _joined(parts: list[Any]) -> str:
-    _check_total(map(_written, parts))
-    texts = [str(_checked(part)) for part in parts]
-    _check_total(map(len, texts))
-    return "".join(texts)
-
-
-def _bounded(function: Callable[..., Any], writes: bool = False, walks: bool = False) -> Callable[..., Any]:
-    """A filter that is measured: arguments, result, items. `wraps` keeps the marks by which Jinja passes a context."""
-    leading = 1 if hasattr(function, "jinja_pass_arg") else 0
-
-    @functools.wraps(function)
-    def measured(*args: Any, **kwargs: Any) -> Any:
-        if writes:
-            _check_total(map(_written, args[leading:]))
-        _check_arguments(args[leading] if len(args) > leading else None, args[leading + 1 :], kwargs)
-        if walks and len(args) > leading and isinstance(args[leading], Iterable):
-            args = (*args[:leading], _counted(args[leading]), *args[leading + 1 :])
-        return _checked(function(*args, **kwargs))
-
-    return measured
-
-
-def _bounded_format(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter `format`."""
-
-    @functools.wraps(function)
-    def measured(text: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_format(str(text), [*args, *kwargs.values()])
-        return _bounded(function)(text, *args, **kwargs)
-
-    return measured
-
-
-def _bounded_test(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A test that charges for what it compares or looks through: `select` and `reject` call it for each item."""
-
-    @functools.wraps(function)
-    def measured(*args: Any, **kwargs: Any) -> Any:
-        if _budget.get(None) is not None:
-            for value in args:
-                _searched(value)
-        return function(*args, **kwargs)
-
-    return measured
-
-
-def _check_total(lengths: Iterable[int]) -> None:
-    if sum(lengths) > MOST_TEXT:
-        raise TooMuch(f"it builds a text of more than {MOST_TEXT} characters")
-
-
-def _check_product(left: Any, right: Any) -> None:
-    for value, times in ((left, right), (right, left)):
-        if isinstance(value, (str, list, tuple)) and isinstance(times, int):
-            _check_total([len(value) * max(times, 0)])
-    _checked(left)
-    _checked(right)
-
-
-def _check_format(text: str, arguments: Sequence[Any]) -> None:
-    """Check a text that is a format: a width (`%99999999d`, `{:99999999}`) allocates as much in each field."""
-    # Widths of `%` stand before and behind a point, those of `{}` behind a colon; both may be arguments (`*`, `{:{}}`).
-    widths = re.findall(r"%(?:\([^)]*\))?[#0 +-]*(\d*)\.?(\d*)|\{[^{}:]*:[^{}\d]*(\d*)\.?(\d*)", text)
-    inside = re.search(r"%[^%a-zA-Z]*\*", text) or re.search(r"\{[^{}:]*:[^{}]*\{", text.replace("{{", ""))
-    given = [value for value in arguments if isinstance(value, int)] if inside else []
-    if any(len(width) > 3 for field in widths for width in field) or any(value > WIDEST_FIELD for value in given):
-        raise TooMuch("it formats to an absurd width")
-    fields = text.count("%") + text.count("{")
-    _check_total([len(text), fields * (WIDEST_FIELD + max(map(_written, arguments), default=0))])
-
-
-def _check_arguments(owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Check the arguments of a call: no text that multiplies without end."""
-    given = [*args, *kwargs.values()]
-    for value in given:
-        _searched(_checked(value))
-    if isinstance(owner, str):
-        _searched(owner)
-        texts = [len(value) for value in given if isinstance(value, str)]
-        _check_total([len(owner) + (len(owner) + 1) * longest for longest in texts[-1:]])
-    for value in [owner, *given]:
-        if isinstance(value, (list, tuple)):
-            # A join writes every item and a separator between each two.
-            separator = max([len(text) for text in [owner, *given] if isinstance(text, str)], default=0)
-            _check_total((len(item) if isinstance(item, str) else 1) + separator for item in value)

@@ -18,7 +18,8 @@ from lmstate.generation.params import SamplingParams
 from lmstate.generation.row import CONTEXT
 from lmstate.serve.answer.answers import Answer, AnswerMaker
 from lmstate.serve.answer.grammar import Grammars
-from lmstate.serve.answer.messages import Call, Chat, Message, Prompt, Renderer
+from lmstate.serve.answer.messages import Call, Chat, Message, Prompt
+from lmstate.serve.answer.renderer import Renderer
 from lmstate.serve.settings import Settings
 from lmstate.serve.tools import Event, Tool
 from lmstate.serve.wire.access_log import submitted
