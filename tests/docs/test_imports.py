@@ -70,6 +70,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"snapshot_folder"},
         {"layers"},
         {"drop", "kv", "device", "memory", "rewind"},
+        {"held"},
+        {"stepping"},
         {"state"},
     ],
 }

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from lmstate.state.changes import Changes
 from lmstate.state.layers.base import LayerState
+from lmstate.state.media import within
 from lmstate.state.rows import Mark, Row
 
 
@@ -37,3 +38,11 @@ def rewind_layers(layers: Sequence[LayerState], row: int, own: Row, to: int, cha
         else:
             layer.rewind(row, own.cached, base, changes)
     return own._replace(cached=base)
+
+
+def lost_embeddings(row: Row, stop: int) -> str | None:
+    """Complaint about a picture before `stop` that the layers of a row miss, and whose embeddings were let go."""
+    for span in within(row.media, row.cached, stop):
+        if span.media.embeddings is None:
+            return f"the embeddings of the picture at {span.at} to {span.end} were let go: place it there again first"
+    return None
