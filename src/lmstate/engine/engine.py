@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import weakref
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from pathlib import Path
-from threading import Condition, Event, Thread, current_thread
 from time import monotonic, sleep
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,13 +19,13 @@ from lmstate.engine.conversations import Conversations
 from lmstate.engine.delivery import Delivery
 from lmstate.engine.drafting import Drafting
 from lmstate.engine.embedding import EmbeddedText
+from lmstate.engine.hosting import SessionEngine
 from lmstate.engine.job import Job, Reader, Terms
 from lmstate.engine.memory import RowCost
 from lmstate.engine.options import (
     answered_ids,
     as_bytes,
     check_length,
-    check_salt,
     read_prompt,
     read_sourced,
     refuse_sourceless,
@@ -44,37 +38,31 @@ from lmstate.engine.results import Completion, EngineClosed, Load, Piece, Replic
 from lmstate.engine.reuse import PrefixReuse
 from lmstate.engine.rows import RowPool
 from lmstate.engine.scheduler import Scheduler
-from lmstate.engine.session import KeyedAnswer, Record, Session, check_name
-from lmstate.engine.tiers import RecordStore, Store, Tier, open_tier
-from lmstate.engine.tiers.fetch import PatientRecords
+from lmstate.engine.session import KeyedAnswer, Session
+from lmstate.engine.tiers import Store, Tier, open_tier
 from lmstate.engine.workload import Workload
-from lmstate.errors import RanksError, SnapshotError, UnsupportedError
+from lmstate.errors import UnsupportedError
 from lmstate.generation.params import SamplingParams, sampling_params
-from lmstate.generation.prompts import are_messages, refuse_no_messages
+from lmstate.generation.prompts import are_messages
 from lmstate.generation.row import AnswerRow
 from lmstate.generation.thinking import ThinkingFormat
 from lmstate.speculation import DraftChoice, DraftReport
-from lmstate.state import BlockPool, Snapshot, SourceFeatures, State
+from lmstate.state import BlockPool, SourceFeatures, State
 from lmstate.state.kv.policies.base import Policy
 from lmstate.state.kv.policies.per_layer import policies_of
 from lmstate.state.media import PICTURED
 from lmstate.state.validate import token_ids, whole_number
 from lmstate.text.replay import Replay
-from lmstate.threads import release_threads
-from lmstate.vision.reader import PicturePrompt, named, pictures_of
+from lmstate.vision.reader import PicturePrompt
 
 if TYPE_CHECKING:
     from lmstate.models.model import Model
 
-Result = TypeVar("Result")
-
-CLOSED = "the engine was closed: make another one"
 DRAIN_LOOK = 0.01  # seconds between two looks at whether all requests have ended
 FLUSH_SECONDS = 30.0  # that draining waits for the store
-IDLE = 0.05  # seconds between two looks at requests that cannot begin yet; what they wait for wakes the thread before
 
 
-class Engine:
+class Engine(SessionEngine):
     """Runs requests on a model, many at a time, on a thread of its own. Close it, or use `with` or `async with`.
 
     rows    sequences that are worked on at a time
@@ -130,7 +118,6 @@ class Engine:
         self._cost = RowCost.of(model, lambda: model.new_state(kv=kv))
         self._cost.refuse_too_little(memory)
         drafting = Drafting(draft, model, rows, memory, state)
-        self.model = model
         self.rows = rows
         self._kv = kv
         # A function has no name that holds in another process; what it gives for each layer has.
@@ -140,7 +127,7 @@ class Engine:
             store = open_tier(store, self.namespace, store_bytes)
         if store is not None:
             store.most_read = memory
-        self._tier: Tier | None = store
+        super().__init__(model, store)
         self._queue, self._replay = Queue(queue), Replay()
         self._delivery = Delivery()
         self._blocks = BlockPool()  # of all rows, and of what is kept
@@ -154,20 +141,9 @@ class Engine:
         )
         self._scheduler = Scheduler(self._work, self._cost, pace, drafting)
         self._drafting = drafting
-        self._commands: deque[tuple[Callable[[Model], Any], Future[Any]]] = deque()
-        self._changed = Condition()
-        self._closed = self._forked = self._draining = False
+        self._draining = False
         self._order = 0
-        ready = Event()
-        arguments = (weakref.ref(self), self._changed, ready, self._tier)
-        release_threads()  # the engine's thread has its own from here on
-        self._thread = Thread(target=_serve, args=arguments, name="lmstate-engine", daemon=True)
-        self._thread.start()
-        ready.wait()
-        # A daemon thread inside native code while the interpreter goes away can crash it.
-        self._at_exit = _closer(weakref.ref(self))
-        atexit.register(self._at_exit)
-        _engines.add(self)
+        self.start_thread()
 
     # ---- for any thread
 
@@ -299,126 +275,7 @@ class Engine:
             self._changed.notify_all()
         return request
 
-    # ---- conversations
-
-    @property
-    def chats(self) -> bool:
-        """Whether the model has a chat template."""
-        return self.model.has_tokenizer and self.model.tokenizer.has_chat_template
-
-    def session(self, name: str, salt: str = "") -> Session:
-        """The conversation of this name; a new one if there is none. Raises ValueError for an invalid name.
-
-        `salt`: of its prefixes, as in `submit`; a session that is open keeps the one that it was opened with.
-        """
-        return self.find_session(name, salt) or self._conversations.add(Session(self, name, Record(), salt))
-
-    def find_session(self, name: str, salt: str = "") -> Session | None:
-        """The conversation of this name, if there is one: here, or left in the store by another process since."""
-        self.refuse_closed()
-        check_name(name)
-        check_salt(salt)
-        return self._conversations.find(name, self, salt)
-
-    def sessions(self) -> list[str]:
-        """The names of the conversations that are kept, those in the store included, which is asked."""
-        return self._conversations.names()
-
-    def encode(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
-        """The ids of chat messages, this engine's answers as they were sampled; `variables` as in `Tokenizer.chat`.
-
-        Raises ValueError for anything but messages, and for pictures in them, which `Model.encode` reads.
-        """
-        refuse_no_messages(messages)
-        if pictures_of(messages):
-            raise ValueError("messages with pictures cannot become ids alone: submit them, or use Model.encode")
-        return self._replay.encode(self.model.tokenizer, messages, **variables)
-
-    def remember(self, messages: Sequence[Mapping[str, Any]], tokens: Sequence[int], **variables: Any) -> None:
-        """Have `encode` find these tokens for a conversation that ends with an answer in another form, see `Replay`.
-
-        Raises ValueError for anything but messages or token ids.
-        """
-        refuse_no_messages(messages)
-        tokens = token_ids(tokens, "the answer", self.model.config.vocab_size)
-        self._replay.remember(named(messages), tokens, **variables)
-
-    def new_session(self, name: str, record: Record, salt: str = "") -> Session:
-        """A conversation that begins with what is recorded. Raises ValueError if there is one of this name."""
-        if self.find_session(name, salt) is not None:
-            raise ValueError(f"there is a session {name!r} already: close it, or take another name")
-        session = self._conversations.create(Session(self, name, record, salt))
-        self._conversations.remember(record, salt)
-        self.changed(session)
-        return session
-
-    def load_session(self, name: str, path: str | os.PathLike[str], salt: str = "") -> Session:
-        """A conversation from what `Session.save` wrote. Raises SnapshotError for a damaged file, or one of another
-        kind."""
-        snapshot = Snapshot.load(path)
-        try:
-            record = Record.from_json(list(snapshot.tokens), snapshot.notes)
-            record.media = list(snapshot.media)
-        except ValueError as error:
-            raise SnapshotError(f"{path} holds no session of lmstate: {error}") from None
-
-        def take(_: Model) -> None:
-            state = self._new_state(1)
-            state.restore(0, snapshot)  # checks all of it
-            self._reuse.keep(state.snapshot(0), self._work.row_bytes(), salt)
-
-        check_salt(salt)
-        self._called(take)
-        return self.new_session(name, record, salt)
-
-    def save_session(self, record: Record, path: Path, salt: str = "", name: str | None = None) -> None:
-        """See `SessionHost.save_session`."""
-        snapshot = self._called(lambda _: self._held(record.prompt, salt).snapshot(0))
-        replace(snapshot, notes=record.to_json()).save(path)
-
-    def held(self, tokens: Sequence[int] | PicturePrompt, salt: str = "") -> dict[str, int]:
-        """Bytes of a state that has these tokens, by layer kind, as far as they are in memory: see `State.memory`."""
-        prompt = tokens if isinstance(tokens, PicturePrompt) else PicturePrompt(list(tokens))
-        return self._called(lambda _: self._held(prompt, salt).memory())
-
-    def _held(self, prompt: PicturePrompt, salt: str) -> State:
-        """A state of what memory keeps of some tokens, the others queued. For the engine's thread."""
-        state = self._reuse.resume(prompt, salt)
-        state.queue(0, prompt.tokens[state.lengths[0] :])
-        return state
-
-    def close_session(self, session: Session) -> None:
-        """Forget a conversation."""
-        self._conversations.drop(session)
-        with suppress(EngineClosed):
-            self.call(lambda _: self._conversations.release(session))
-
-    def changed(self, session: Session) -> None:
-        """A session stands elsewhere now: what going on from there needs is to stay."""
-        self._called(lambda _: self._conversations.hold(session, session.record))
-
-    def refresh(self, session: Session) -> None:
-        """Adopt a newer record of a session, which rests, from the store."""
-        self._conversations.refresh(session)
-
-    def commit(self, session: Session, record: Record) -> None:
-        """Store a session's next record, which counts then."""
-        self._conversations.commit(session, record)
-
-    def stored_records(self) -> RecordStore | None:
-        """Records of others than sessions in the store, for callers that can wait; None without a store."""
-        return None if self._tier is None else PatientRecords(self._tier.stored)
-
     # ---- looking in
-
-    def call(self, function: Callable[[Model], Result]) -> Future[Result]:
-        """Run `function(model)` between two steps, on the thread that owns the model."""
-        future: Future[Result] = Future()
-        with self._changed:
-            self.refuse_closed()
-            self._commands.append((function, future))
-            self._changed.notify_all()
-        return future
 
     def embed(self, tokens: Sequence[int], pooling: str = "mean") -> Future[Tensor]:
         """Read a text, and pool its hidden states after the last norm: float32 `[E]`.
@@ -442,9 +299,6 @@ class Engine:
         read = self._encoded(prompt, salt)
 
         return self._called(lambda _: self._reuse.explain(read, salt))
-
-    def _called(self, function: Callable[[Model], Result]) -> Result:
-        return function(self.model) if current_thread() is self._thread else self.call(function).result()
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, and what is going on now."""
@@ -561,19 +415,6 @@ class Engine:
         """
         return self._called(lambda _: resident(self._reuse.prefixes, limit))
 
-    def close(self) -> None:
-        """End all requests as they are, and the thread. Harmless if it was closed."""
-        if self._forked:  # the threads, and what they hold, are the parent's
-            return
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        if current_thread() is not self._thread:
-            self._thread.join()
-            if self._tier is not None:
-                self._tier.close()
-        atexit.unregister(self._at_exit)
-
     def __repr__(self) -> str:
         load = self._scheduler.load()
         work = (
@@ -581,51 +422,10 @@ class Engine:
         )
         return f"Engine({self.model.name or self.model.config.family!r}, rows={self.rows}: {work})"
 
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Engine:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        import asyncio
-
-        await asyncio.to_thread(self.close)
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-    def refuse_closed(self) -> None:
-        """Raise EngineClosed if it was closed, or belongs to another process."""
-        if self._forked:
-            raise EngineClosed(
-                "the engine belongs to the process that made it, and its threads are not in this one, which was forked "
-                "from that: make an engine in each process"
-            )
-        if self._closed:
-            raise EngineClosed(self._why_closed())
-
-    def _why_closed(self) -> str:
-        lost = self._work.lost
-        return CLOSED if lost is None else f"the engine was closed, for {lost}, and make another engine on it"
-
-    def orphan(self) -> None:
-        """In a forked child: refuse what would wait for the engine's thread for ever."""
-        self._forked = self._closed = True
-        self._changed = Condition()  # a thread of the parent may have held the other one
+    # ---- the engine's thread
 
     def _new_state(self, rows: int) -> State:
         return self.model.new_state(rows=rows, kv=self._kv, pool=self._blocks)
-
-    # ---- the engine's thread
 
     def _warm_up(self) -> None:
         """Read the weights once, and make the thread's OpenMP workers: the first request would wait for both."""
@@ -635,94 +435,5 @@ class Engine:
     def _busy(self) -> bool:
         return bool(self._commands or self._work.reading or self._work.answering or len(self._queue))
 
-    def _turn(self) -> bool:
-        """Do what others asked for until now, and a step. Whether anything could be done."""
-        asked = len(self._commands)
-        for _ in range(asked):
-            function, future = self._commands.popleft()
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(function(self.model))
-                except BaseException as error:
-                    if isinstance(error, RanksError):
-                        self._work.lost = error
-                    future.set_exception(error)
-        done = self._scheduler.step()
-        self._close_if_lost()
-        return done or asked > 0
-
-    def _look(self) -> None:
-        """See whether the model is still there, while there is nothing to do."""
-        try:
-            self.model.check()
-        except RanksError as error:
-            self._work.lost = error
-        self._close_if_lost()
-
-    def _close_if_lost(self) -> None:
-        if self._work.lost is not None:
-            with self._changed:
-                self._closed = True
-
-    def _shut(self) -> None:
-        try:
-            self._work.end_all()
-        finally:
-            while self._commands:
-                future = self._commands.popleft()[1]
-                if future.set_running_or_notify_cancel():
-                    future.set_exception(EngineClosed(self._why_closed()))
-
-
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for engine in list(_engines):
-        engine.orphan()
-
-
-if hasattr(os, "register_at_fork"):  # where there is a fork
-    os.register_at_fork(after_in_child=_after_fork)
-
-
-def _serve(reference: weakref.ref[Engine], changed: Condition, ready: Event, tier: Tier | None) -> None:
-    """The engine's thread. It holds the engine only while there is work, so that a forgotten engine can go, and closes
-    the tier of one."""
-    if (engine := reference()) is not None:
-        engine._warm_up()
-    del engine
-    ready.set()
-    with torch.no_grad():
-        while True:
-            engine = reference()
-            if engine is None:
-                if tier is not None:
-                    tier.close()
-                return
-            if engine._closed:
-                engine._shut()
-                return
-            if engine._busy():
-                if not engine._turn():
-                    del engine
-                    with changed:
-                        changed.wait(IDLE)
-            else:
-                engine._look()
-                del engine
-                with changed:
-                    engine = reference()
-                    if engine is not None and not engine._closed and not engine._busy():
-                        del engine
-                        changed.wait(1.0)
-
-
-def _closer(reference: weakref.ref[Engine]) -> Callable[[], None]:
-    def close() -> None:
-        engine = reference()
-        if engine is not None:
-            with suppress(Exception):
-                engine.close()
-
-    return close
+    def _step(self) -> bool:
+        return self._scheduler.step()
