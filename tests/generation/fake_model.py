@@ -122,6 +122,7 @@ class FakeModel:
     config = ModelConfig("fake", VOCAB, hidden_size=1)
     context_size: int | None = None
     start_id: int | None = None
+    hears = False
     eos_ids = frozenset({EOS})
     has_tokenizer = True
     defaults: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed

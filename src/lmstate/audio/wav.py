@@ -15,7 +15,7 @@ from torch import Tensor
 from lmstate.errors import StateError
 
 MOST_BYTES = 2**27  # of a file
-MOST_SECONDS = 3600  # of a sound
+MOST_SECONDS = 1800  # of a sound
 MOST_CHANNELS = 8
 RATES = (4_000, 192_000)  # samples per second, lowest and highest
 ZEROS = 24  # of the sinc on each side: the filter's length

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from lmstate.cli.chat.messages import Message
     from lmstate.generation import BeamSearch, Generation, RowPiece
+    from lmstate.generation.transcription import TranscriptOptions
     from lmstate.models.model import Model
     from lmstate.state import State
 
@@ -43,8 +44,16 @@ def generate(
     ] = None,
     source: Annotated[
         str | None,
-        typer.Option("--source", metavar="TEXT", help="What a model with an encoder reads: a text to translate, say."),
+        typer.Option(
+            "--source",
+            metavar="TEXT",
+            help="What a model with an encoder reads: a text to translate, say, or the name of a WAV file.",
+        ),
     ] = None,
+    language: Annotated[
+        str | None, typer.Option("--language", metavar="CODE", help="What is spoken in the --source; else found out.")
+    ] = None,
+    translate: Annotated[bool, typer.Option("--translate", help="Translate the --source into English.")] = False,
     image: Annotated[
         list[Path] | None,
         typer.Option(
@@ -118,6 +127,7 @@ def generate(
       lmstate generate smollm2 --state book.lmstate "In one sentence, the book says" --json
       lmstate generate smollm2 "A river, as JSON." --json-schema @river.json
       lmstate generate opus-mt-en-de/ --source "The cat sleeps." --num-beams 4
+      lmstate generate openai/whisper-tiny --source speech.wav --language de --translate
       lmstate generate Qwen/Qwen2-VL-2B-Instruct --image screen.png "What does the error say?"
     """
     # Importing torch takes seconds: mistakes are told before, wherever they can be.
@@ -133,6 +143,8 @@ def generate(
         raise typer.BadParameter("--system begins a conversation; it does not go with --state")
     if source is not None and (state is not None or system is not None or chat):
         raise typer.BadParameter("--source begins an answer; it does not go with --state, --system or --chat")
+    if (language is not None or translate) and source is None:
+        raise typer.BadParameter("--language and --translate are about a --source: give the name of a WAV file")
     if image and (source is not None or chat is False):
         raise typer.BadParameter("--image goes with a question in the chat template, not with --source or --raw")
     for path in image or ():
@@ -147,11 +159,13 @@ def generate(
         raise FileNotFoundError(f"--save-state {save_state}: there is no folder {save_state.parent}; make it first")
     if logprobs is not None and not as_json:
         raise typer.BadParameter("--logprobs are part of the object of --json: give both")
+    from lmstate.audio.wav import sound_file
     from lmstate.cli.chat.branches import with_messages
     from lmstate.cli.progress import warn_of_length
     from lmstate.generation import BeamParams, BeamSearch, Generation, SamplingParams
     from lmstate.generation.params import sampling_params
     from lmstate.generation.prompts import with_source
+    from lmstate.generation.transcription import TranscriptOptions
     from lmstate.vision.pictures import picture_file
 
     limits: dict[str, Any] = {
@@ -183,6 +197,23 @@ def generate(
     kv = options.kv_storage(kv_bits)
     pictures = [picture_file(path) for path in image or ()]
     loaded = options.load_model(model, weights, threads, adapter, draft, device, activations, ctx_size, parallel)
+    if source is not None and loaded.hears:
+        if params != SamplingParams(max_new_tokens=256) or num_beams > 1 or save_state is not None:
+            raise typer.BadParameter(
+                "a --source of sound takes --language, --translate, --temperature, --seed and --json, and a PROMPT "
+                "that goes before it; leave other options out"
+            )
+        wishes = TranscriptOptions(
+            language=language,
+            task="translate" if translate else "transcribe",
+            prompt=text or None,
+            temperature=temperature or 0.0,
+            seed=seed,
+        )
+        _transcribe(loaded, sound_file(Path(source)), wishes, as_json)
+        return
+    if language is not None or translate:
+        raise ValueError(f"--language and --translate were given, and a {loaded.config.family} model reads no sounds")
     empty = loaded.new_state(rows=1, kv=kv)
     if source is not None:
         _, (ids,), _ = with_source(loaded, as_text(source, "--source"), text or None, empty)
@@ -213,6 +244,19 @@ def generate(
         snapshot.save(save_state)
     if sys.stderr.isatty() if stats is None else stats:
         note(describe(generation.report()))
+    if stopped:
+        raise typer.Exit(130)
+
+
+def _transcribe(model: Model, sound: bytes, wishes: TranscriptOptions, as_json: bool) -> None:
+    """Write the transcript of a sound, segment by segment, or as one object."""
+    from lmstate.generation.transcription import segments_of, transcription
+
+    work = transcription(model, sound, wishes)
+    texts = (segment.text for segment in segments_of(model, work))
+    stopped = collect(texts) if as_json else write_pieces(texts)
+    if as_json:
+        print(json.dumps(asdict(work.transcript), ensure_ascii=False))
     if stopped:
         raise typer.Exit(130)
 

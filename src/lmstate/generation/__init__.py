@@ -7,6 +7,7 @@ from lmstate.generation.logprobs import TokenLogprob
 from lmstate.generation.params import SamplingParams
 from lmstate.generation.report import Report, RowPiece
 from lmstate.generation.sampling import Sampler
+from lmstate.generation.transcription import Segment, Transcript, TranscriptOptions
 
 __all__ = [
     "BeamParams",
@@ -17,7 +18,10 @@ __all__ = [
     "RowPiece",
     "Sampler",
     "SamplingParams",
+    "Segment",
     "TokenLogprob",
+    "Transcript",
+    "TranscriptOptions",
     "generate",
     "stream",
 ]

@@ -35,6 +35,8 @@ class Sampler:
     presence_penalty    taken off the logits of tokens that the answer holds (OpenAI); also when greedy
     frequency_penalty   the same, times how often it holds them
     logit_bias          what is added to the logits of tokens, by token; also when greedy. Kept as pairs
+    times_from          the ids from this one on count together: where they are likelier than each other token, one of
+                        them comes. Whisper's times, which share what is one decision; also when greedy
     """
 
     temperature: float = 0.0
@@ -46,6 +48,7 @@ class Sampler:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = ()
+    times_from: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
@@ -56,6 +59,8 @@ class Sampler:
                 object.__setattr__(self, name, real_number(given, name))
         if self.seed is not None:
             object.__setattr__(self, "seed", whole_number(self.seed, "seed"))
+        if self.times_from is not None:
+            _check("times_from", self.times_from, whole_number(self.times_from, "times_from") >= 0, "a token id")
         _check("temperature", self.temperature, 0.0 <= self.temperature < math.inf, "0 (greedy) or more")
         top_k = None if self.top_k is None else whole_number(self.top_k, "top_k")
         _check("top_k", top_k, top_k is None or top_k >= 1, "at least 1, or None for all tokens")
@@ -104,7 +109,13 @@ class Sampler:
     @property
     def plain(self) -> bool:
         """Whether the most likely token is taken, whatever came before."""
-        return self.greedy and not (self.counts_answer or self.logit_bias or self.repetition_penalty != 1.0)
+        return self.greedy and not self.adjusts
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether it changes logits before the temperature."""
+        changes = self.counts_answer or self.logit_bias or self.repetition_penalty != 1.0
+        return bool(changes) or self.times_from is not None
 
     def penalized(self, logits: Tensor) -> Tensor:
         """Logits, of any shape, of tokens that their row holds, with the repetition penalty."""
@@ -185,7 +196,7 @@ class TokenPicker:
     def adjusted(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         """Logits `[len(rows), V]` with bias and penalties: themselves if there are none, else a copy."""
         sampler = self.sampler
-        if not (sampler.logit_bias or sampler.counts_answer or sampler.repetition_penalty != 1.0):
+        if not sampler.adjusts:
             return logits
         logits = logits.clone()
         if sampler.logit_bias:
@@ -199,6 +210,10 @@ class TokenPicker:
                 held = torch.tensor(list(self._counts[row]), dtype=torch.int64, device=logits.device)
                 often = torch.tensor(list(self._counts[row].values()), dtype=logits.dtype, device=logits.device)
                 logits[index, held] -= sampler.presence_penalty + sampler.frequency_penalty * often
+            if (first := sampler.times_from) is not None:
+                words, times = logits[index, :first], logits[index, first:].double()
+                if len(words) and len(times) and bool(times.logsumexp(0) > words.max()):
+                    words.fill_(-math.inf)
         return logits
 
     def _seen(self, row: int, device: torch.device) -> Tensor:

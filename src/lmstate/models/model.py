@@ -18,6 +18,7 @@ from lmstate.checkpoints.hub import served_name
 from lmstate.errors import StateError, UnsupportedError
 from lmstate.generation import generate, stream
 from lmstate.generation.conversation import chat
+from lmstate.generation.transcription import transcribe
 from lmstate.language_model import Logits
 from lmstate.models.block import Block, new_layers
 from lmstate.models.compiled import STATIC_CHUNK, check_static, device_logits, mark_static, traceable
@@ -211,7 +212,7 @@ class Model:
                     raise UnsupportedError(f"a sound was given, and a {self.config.family} model reads no sounds")
                 if self.folder is None:
                     raise UnsupportedError("sounds are read by models of checkpoint folders that lmstate.load opened")
-                self._listener = Listener.open(self.folder)
+                self._listener = Listener.open(self.folder, self._tokenizer, self.config.vocab_size)
             return self._listener
 
     @property
@@ -626,6 +627,7 @@ class Model:
 
     generate = generate
     stream = stream
+    transcribe = transcribe
     chat = chat
     embeddings = embeddings
 
