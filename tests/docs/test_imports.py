@@ -65,7 +65,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"blocks", "changes", "gradients", "inference_mode", "sources", "validate"},
         {"media"},
         {"step", "rows", "tree"},
-        {"layer_file", "pending"},
+        {"layer_file", "opening", "pending"},
         {"snapshot"},
         {"snapshot_folder"},
         {"layers"},

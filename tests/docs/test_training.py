@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 def test_the_page_of_training_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.S | re.M)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, PAGE.name, "exec"), names)

@@ -17,6 +17,7 @@ from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_source
 from lmstate.models.families import build
 from tests.invariants.mirror import Fault, Mirror, failing_layer, failing_method
+from tests.invariants.opened import opened
 from tests.invariants.stretched import stretched
 from tests.other_device import DEVICE, OtherDevice
 from tests.zoo import ours, pair, text
@@ -44,6 +45,11 @@ KINDS = {
     "a source and biases": "t5",
     "a sound": "whisper",
 }
+OPENED = {  # with learned positions in front of each row: vectors, and keys and values
+    "learned vectors": ("mistral", False), "learned vectors of a hybrid": ("qwen3_next-dense", False),
+    "learned vectors at learned positions": ("gpt2", False), "learned keys": ("llama", True),
+    "learned keys in a window": ("mistral", True),
+}  # fmt: skip
 STRETCHED = {"window under a stretched rope": "mistral", "parallel under a stretched rope": "falcon_h1"}
 OPERATIONS = 30
 MOST = 150  # tokens of a row; it is rewound once it is longer
@@ -188,7 +194,7 @@ class Run:
                 mirror.state.restore(row, snapshot)
 
 
-every_kind = pytest.mark.parametrize("kind", [*KINDS, *STRETCHED])
+every_kind = pytest.mark.parametrize("kind", [*KINDS, *STRETCHED, *OPENED])
 
 
 @every_kind
@@ -213,6 +219,8 @@ def test_many_interleavings_equal_recomputation(kind: str, request: pytest.Fixtu
 
 
 def model_of(kind: str) -> lmstate.Model:
+    if kind in OPENED:
+        return opened(*OPENED[kind])
     return ours(KINDS[kind]) if kind in KINDS else stretched(STRETCHED[kind])
 
 

@@ -13,7 +13,7 @@ def snapshot_rows(snapshot: Snapshot) -> list[tuple[str, str]]:
     words = (word.partition("=") for word in snapshot.fingerprint.split())
     return [
         ("model", snapshot.model or "unknown"),
-        ("tokens", f"{snapshot.length:,} ({snapshot.length - snapshot.cached} to recompute)"),
+        ("tokens", f"{snapshot.length:,} ({snapshot.backlog} to recompute)"),
         ("last logits", "unknown" if snapshot.logits is None else "held"),
         ("bytes", size(snapshot.nbytes)),
         ("notes", f"{len(snapshot.notes):,} characters"),

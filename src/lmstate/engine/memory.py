@@ -37,7 +37,8 @@ class RowCost:
             state = new_state()
             if source is not None:
                 state.restore(0, source)
-            state.plan([[0] * tokens])
+            state.queue(0, [0] * tokens)
+            state.plan_backlog(state.backlog([0], logits=False), [0])
             return nbytes(state) + sum(layer.nbytes_to_come() for layer in state.layers)
 
         source, per_source = None, 0.0

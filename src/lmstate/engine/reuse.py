@@ -47,7 +47,7 @@ class PrefixReuse:
         wake: Callable[[], None],
     ) -> None:
         self.tier = tier
-        self.prefixes = PrefixStore(Split.of(new_state(1)), model.fingerprint, memory, tier)
+        self.prefixes = PrefixStore(Split.of(new_state(1)), model.fingerprint, memory, tier, model.opening_numbers)
         self.memory = memory
         self._ladder = LADDER[1]
         self._lookups: list[Lookup] = []  # of which nothing is learned yet
@@ -112,7 +112,7 @@ class PrefixReuse:
             if unknown < WORTH_ASKING:
                 return False
             patience = min(max(2 * (self._pace.seconds(unknown) or 0.0), ASKING[0]), ASKING[1])
-            job.lookup = Lookup(self.tier, job.text, job.salt, patience, self._wake)
+            job.lookup = Lookup(self.tier, self.prefixes.whole(job.text), job.salt, patience, self._wake)
             self._lookups.append(job.lookup)
             return True
         if not job.lookup.ended:

@@ -15,6 +15,7 @@ from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.base import FusableLayer, Mixer
 from lmstate.models.layers.mlp import MLP, FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts
+from lmstate.models.layers.opening import LearnedKeys
 from lmstate.ops import Norm, Residual
 from lmstate.state import KeyValueState, LayerState, Layout, SharedState, Step
 from lmstate.state.media import deepened
@@ -92,6 +93,12 @@ def adding(block: Block, index: int) -> Block:
         return deepened(own, step.media, step.starts, step.ends, index)
 
     return replace(block, output_hook=hook)
+
+
+def opened(block: Block, learned: LearnedKeys) -> Block:
+    """A block whose attention has learned keys and values at its first positions."""
+    assert isinstance(block.mixer, Attention)
+    return replace(block, mixer=replace(block.mixer, learned=learned))
 
 
 def new_layers(blocks: Iterable[Block], layouts: Iterable[Layout]) -> list[LayerState]:

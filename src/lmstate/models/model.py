@@ -40,7 +40,7 @@ from lmstate.speculation.heads_drafter import AheadDraft
 from lmstate.state import Layout, SourceFeatures, State, Step
 from lmstate.state.blocks import BlockPool
 from lmstate.state.inference_mode import ordinary_tensors
-from lmstate.state.kv.policies.per_layer import Policies, policies_of
+from lmstate.state.kv.policies.per_layer import Policies, guarded, policies_of
 from lmstate.state.snapshot import differences
 from lmstate.state.tree import grow
 from lmstate.state.validate import flag, flags, whole_number
@@ -221,6 +221,16 @@ class Model:
         return None if self.encoder is None else self.encoder.start_id
 
     @property
+    def opening_length(self) -> int:
+        """Number of learned positions in front of every row (prompt tuning, prefix tuning), which nothing counts."""
+        return 0 if self.network.opening is None else self.network.opening.opening.count
+
+    @property
+    def opening_numbers(self) -> list[int]:
+        """A number for each of them, that depends on all that was learned."""
+        return [] if self.network.opening is None else self.network.opening.opening.media.numbers
+
+    @property
     def weight_totals(self) -> WeightTotals:
         """Number of parameters, and bytes by storage."""
         return WeightTotals.of(self.network)
@@ -282,6 +292,12 @@ class Model:
         dtype = kv if isinstance(kv, torch.dtype) else self.dtype
         on_processor = any(device.type == "cpu" for device in self.devices)
         chunk = STATIC_CHUNK if static else Layout.chunk if on_processor else DEVICE_CHUNK
+        if static and self.opening_length:
+            raise UnsupportedError(
+                "static=True was asked for, and this model has learned positions in front of each row, which a static "
+                "state does not compute: leave static out"
+            )
+        capacity = None if capacity is None else self.opening_length + capacity
         layout = Layout(
             rows, self.device, dtype, capacity, rewind, chunk, max_positions=self.max_positions, static=static,
             pool=pool or BlockPool(),
@@ -301,8 +317,8 @@ class Model:
 
     @ordinary_tensors
     def _new_state(self, layout: Layout, kv: Policies | None = None) -> State:
-        count = len(self.blocks)
-        policies = [layout.kv] * count if kv is None else policies_of(kv, count)
+        count, ahead = len(self.blocks), self.opening_length
+        policies = [layout.kv] * count if kv is None else [guarded(each, ahead) for each in policies_of(kv, count)]
         layouts = [replace(layout, kv=policy) for policy in policies]
         return self.state_type(
             new_layers(self.blocks, layouts),
@@ -316,6 +332,7 @@ class Model:
             hidden_size=self.config.hidden_size,
             axes=self.network.has_axes,
             whole_pictures=self.network.whole_pictures,
+            opening=None if self.network.opening is None else self.network.opening.opening,
         )
 
     def _refuse_other(self, state: State) -> None:
@@ -501,7 +518,7 @@ class Model:
                 )
             # Whole sequences are one step of a state that is not kept; in one part, so that gradients can follow.
             width = max(map(len, ids), default=0)
-            width = max(width, 1)
+            width = self.opening_length + max(width, 1)
             layout = Layout(
                 len(ids), self.device, self.dtype, width, rewind=0, chunk=width, max_positions=self.max_positions
             )

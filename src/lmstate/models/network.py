@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.models.block import Block, adding
+from lmstate.models.block import Block, adding, opened
 from lmstate.models.config import ModelConfig
 from lmstate.models.encoder import Encoder
 from lmstate.models.forward import Keep
@@ -20,6 +20,7 @@ from lmstate.models.heads.ahead import read
 from lmstate.models.heads.head import DraftHead
 from lmstate.models.layers.cross_attention import CrossAttention
 from lmstate.models.layers.embedding import EmbeddingHook, LearnedPositions, OutputHook
+from lmstate.models.layers.opening import LearnedOpening
 from lmstate.models.layers.rope import Rope
 from lmstate.models.stack import FusedSegment, PlanOwner, arrived, compile_blocks, run_stack, run_tapped
 from lmstate.ops import Norm, Weight, dispatch
@@ -44,6 +45,7 @@ class Network:
     exit: OutputHook | None = None
     heads: tuple[DraftHead, ...] = ()  # that draft; a state has a layer for each behind the blocks'
     encoder: Encoder | None = None  # of the source that the tokens read, see `State.condition`
+    opening: LearnedOpening | None = None  # learned positions in front of every row
 
     @property
     def device(self) -> torch.device:
@@ -65,7 +67,7 @@ class Network:
         """Modules that hold weights, in the order of a fingerprint."""
         whole = self.embed, self.blocks, self.norm, self.head, self.head_bias, self.entry, self.exit
         more = (self.heads, self.encoder) if self.encoder is not None else (self.heads,) if self.heads else ()
-        return *whole, *more
+        return (*whole, *more) if self.opening is None else (*whole, *more, self.opening.digest)
 
     @property
     def leaves_padding_out(self) -> bool:
@@ -122,11 +124,15 @@ class Network:
         ]
 
     def blocks_of(self, step: Step) -> Sequence[Block]:
-        """The blocks as they run in a step: behind the first ones, with what pictures add to the stream there."""
+        """The blocks as they run in a step: behind the first ones, with what pictures add to the stream there; where
+        it has learned positions, with their keys and values."""
         if not step.media:
             return self.blocks
+        blocks: Sequence[Block] = self.blocks
+        if self.opening is not None and (learned := self.opening.keys_in(step)):
+            blocks = list(map(opened, blocks, learned))
         deep = depth(step.media, step.starts, step.ends, self.config.hidden_size)
-        return [*map(adding, self.blocks[:deep], range(deep)), *self.blocks[deep:]] if deep else self.blocks
+        return [*map(adding, blocks[:deep], range(deep)), *blocks[deep:]] if deep else blocks
 
     def embedded(self, tokens: Tensor, step: Step) -> Tensor:
         """The stream in front of the first block: tokens int64 `[R, T]`, here or on the host -> float32

@@ -11,6 +11,7 @@ from lmstate.state.layers.latent import IndexKeys, LatentState
 from lmstate.state.layers.recurrent import RecurrentState
 from lmstate.state.layers.shared_kv import SharedState
 from lmstate.state.media import Media, MediaSpan
+from lmstate.state.opening import RowOpening
 from lmstate.state.snapshot import Snapshot
 from lmstate.state.snapshot_folder import SnapshotFolder
 from lmstate.state.sources import SourceFeatures
@@ -31,6 +32,7 @@ __all__ = [
     "Media",
     "MediaSpan",
     "RecurrentState",
+    "RowOpening",
     "SharedState",
     "Snapshot",
     "SnapshotFolder",

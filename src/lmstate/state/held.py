@@ -15,7 +15,8 @@ from lmstate.state.device import DeviceSteps
 from lmstate.state.gradients import CopiedGraphs
 from lmstate.state.inference_mode import ordinary_tensors
 from lmstate.state.layers.base import LayerState, Layout
-from lmstate.state.media import Media, MediaSpan, held_tensors, inside, misplaced, refusal
+from lmstate.state.media import Media, MediaSpan, Spans, held_tensors, inside, misplaced, refusal
+from lmstate.state.opening import RowOpening
 from lmstate.state.pending import Pending
 from lmstate.state.rows import Row, check_room
 from lmstate.state.sources import SourceFeatures
@@ -40,6 +41,7 @@ class HeldRows:
         hidden_size: int,
         axes: bool = False,
         whole_pictures: bool = False,
+        opening: RowOpening | None = None,
     ):
         """`fingerprint()` names the model; it is asked for only by snapshots, and for a model that is not `user()`.
         `model_name` is the name of the model for people.
@@ -49,7 +51,8 @@ class HeldRows:
         `frequency_key(length)` is for ropes whose frequencies depend on the length of the text: two lengths of one key
         rotate alike, and a row that passes from one key to another is computed again from its start. `axes`: whether
         positions may have several axes, as pictures say. `whole_pictures`: whether the tokens of a picture see all of
-        it, so that no step ends inside one.
+        it, so that no step ends inside one. `opening`: learned positions in front of every row. No method counts them,
+        and the capacity of the layout does.
         """
         self.layers = list(layers)
         self.evicts = any(leaf.evicts for layer in self.layers for leaf in layer.leaves())
@@ -64,7 +67,9 @@ class HeldRows:
         self._axes = axes
         self.whole_pictures = whole_pictures
         self._limits = vocab_size, hidden_size, len(self.layers), axes  # of pictures
-        self._rows = [Row.of() for _ in range(layout.rows)]
+        self._opening = opening
+        self._ahead = 0 if opening is None else opening.count
+        self._rows = [self._empty() for _ in range(layout.rows)]
         self._pending: Pending | None = None
         self._tree: PendingTree[Any] | None = None
         self._device = DeviceSteps(layout)
@@ -82,7 +87,7 @@ class HeldRows:
     @property
     def lengths(self) -> list[int]:
         """Committed tokens of each row."""
-        return [row.length for row in self._rows]
+        return [self._length(row) for row in self._rows]
 
     @property
     def removed(self) -> frozenset[int]:
@@ -105,7 +110,7 @@ class HeldRows:
     def tokens(self, row: int) -> list[int]:
         """The ids of a row's committed tokens."""
         _, own = self._row(row)
-        return own.tokens
+        return own.tokens[self._ahead :]
 
     def source(self, row: int) -> list[int] | SourceFeatures | None:
         """The source of a row, ids or features without their values; None where it has none."""
@@ -115,7 +120,7 @@ class HeldRows:
     def media(self, row: int) -> tuple[MediaSpan, ...]:
         """The pictures of a row and where they stand, in order. Those placed behind its last token are to come."""
         _, own = self._row(row)
-        return own.media
+        return self._shown(own)
 
     def kept(self, row: int, layer: int) -> list[list[int]]:
         """For each kv head of an attention layer, the positions of a row whose keys and values it still has in sight.
@@ -127,7 +132,8 @@ class HeldRows:
         layer = whole_number(layer, "a layer")
         if not 0 <= layer < len(self.layers):
             raise StateError(f"layer {layer} was asked for; the state has the layers 0 to {len(self.layers) - 1}")
-        return self.layers[layer].kept(row, own.cached)
+        kept = self.layers[layer].kept(row, own.cached)
+        return [[at - self._ahead for at in head if at >= self._ahead] for head in kept] if self._ahead else kept
 
     def blocks(self) -> Iterator[KVBlock]:
         """Blocks of all rows and layers, see `LayerState.blocks`. Marks aside."""
@@ -147,6 +153,17 @@ class HeldRows:
         return logits
 
     # ---- the parts of it
+
+    def _empty(self) -> Row:
+        return Row.of() if self._opening is None else self._opening.before(Row.of())
+
+    def _length(self, own: Row) -> int:
+        """Tokens of a row, as its caller counts."""
+        return own.length - self._ahead
+
+    def _shown(self, own: Row) -> Spans:
+        """Pictures of a row, as its caller counts."""
+        return own.media if self._opening is None else self._opening.behind(own.media)
 
     def _row(self, row: int) -> tuple[int, Row]:
         """A row that a caller named: its index as a plain int, and its record."""
@@ -195,7 +212,8 @@ class HeldRows:
     def _check_capacity(self, counts: Sequence[int]) -> None:
         for index, (row, count) in enumerate(zip(self._rows, counts)):
             if count:
-                check_room(row, index, count, self.layout.capacity, self.layout.max_positions, self.conditioned)
+                limits = self.layout.capacity, self.layout.max_positions
+                check_room(row, index, count, *limits, self.conditioned, self._ahead)
 
     def _rope_lengths(self, counts: Sequence[int]) -> tuple[int, ...]:
         return tuple(max(row.length + count, row.expected) for row, count in zip(self._rows, counts))

@@ -71,11 +71,12 @@ class Row(NamedTuple):
 
 
 def check_room(
-    row: Row, index: int, count: int, capacity: int | None, max_positions: int | None, conditioned: bool
+    row: Row, index: int, count: int, capacity: int | None, max_positions: int | None, conditioned: bool, ahead: int = 0
 ) -> None:
     """Raise `StateError` or `CapacityError` where a row cannot take `count` more tokens.
 
     index: of the row. max_positions: how many the model has learned. conditioned: whether its tokens read a source.
+    ahead: positions in front of its tokens that its caller does not count, see `RowOpening`.
     """
     if row.removed:
         raise StateError(f"row {index} was given {count} tokens, and was removed: give it none")
@@ -83,10 +84,11 @@ def check_room(
         raise StateError(
             f"row {index} was given {count} tokens and has no source; call state.condition({index}, source) first"
         )
-    given = f"row {index} holds {row.length} tokens and was given {count} more"
+    given = f"row {index} holds {row.length - ahead} tokens and was given {count} more"
     if capacity is not None and row.length + count > capacity:
         raise CapacityError(
-            f"{given}; the state was made with capacity={capacity}: rewind or drop tokens, or make a larger state"
+            f"{given}; the state was made with capacity={capacity - ahead}: rewind or drop tokens, or make a larger "
+            "state"
         )
     if max_positions is not None and row.length + count > max_positions:
         raise CapacityError(f"{given}; the model has learned {max_positions} positions and knows no others")

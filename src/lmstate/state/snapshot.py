@@ -40,7 +40,8 @@ class Snapshot:
     checks. `notes` is text of the application that made it.
     `source`: what the row is conditioned on, of a model with an encoder: ids, or features without their values. The
     keys and values of it are in `layers`.
-    `media` are the row's pictures, in order, with those that were placed and not read yet.
+    `media` are the row's pictures, in order, with those that were placed and not read yet. `opening`: learned positions
+    in front of the tokens, which `cached` counts, see `lmstate.state.opening`.
     """
 
     tokens: tuple[int, ...]
@@ -53,6 +54,7 @@ class Snapshot:
     model: str = ""
     source: Source | None = None
     media: Spans = ()
+    opening: int = 0
 
     def __repr__(self) -> str:
         family = next((word[7:] for word in str(self.fingerprint).split() if word.startswith("family=")), "unknown")
@@ -69,13 +71,19 @@ class Snapshot:
     def length(self) -> int:
         return len(self.tokens)
 
+    @property
+    def backlog(self) -> int:
+        """Number of positions that the first call after a restore computes again."""
+        return self.opening + self.length - self.cached
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to one safetensors file, whole or not at all. Raises `OSError` where the file cannot be written.
 
         Layout: metadata `format`, `version`, `fingerprint`, `cached`, `frequency_key`, `layers`, `notes`, `model`,
         `checksums`; tensors `tokens` int64 `[length]`, `logits` float32 `[V]` if known, `source` int64 if it is a text
         (metadata `source` with its hash if it is a sound), and `layers.{index}.{name}` for the content of each layer.
-        With pictures also metadata `media` and tensors `media.{index}.embeddings` and `media.{index}.positions`.
+        With pictures also metadata `media` and tensors `media.{index}.embeddings` and `media.{index}.positions`; with
+        learned positions metadata `opening`, their number.
         """
         tensors = {"tokens": torch.tensor(self.tokens, dtype=torch.int64)}
         if self.logits is not None:
@@ -96,6 +104,8 @@ class Snapshot:
         }
         if isinstance(self.source, SourceFeatures):
             metadata["source"] = self.source.to_json()
+        if self.opening:
+            metadata["opening"] = str(self.opening)
         if self.media:
             metadata["media"] = json.dumps(span_record(self.media))
             tensors |= span_tensors(self.media)
@@ -117,17 +127,20 @@ class Snapshot:
             source = SourceFeatures.from_json(path, metadata["source"])
         if logits is not None and (logits.dtype != torch.float32 or logits.ndim != 1):
             raise SnapshotError(f"{path} has logits {logits.dtype} {list(logits.shape)}; they are one float32 vector")
-        cached = metadata_number(path, metadata, "cached", len(tokens))
+        opening = metadata_number(path, metadata, "opening", MOST_TOKENS) if "opening" in metadata else 0
+        cached = metadata_number(path, metadata, "cached", opening + len(tokens))
         frequency_key = metadata_number(path, metadata, "frequency_key", MOST_TOKENS)
         media = read_spans(path, metadata.get("media", "[]"), tensors)
         layers = by_layer(path, tensors, metadata_number(path, metadata, "layers", 100_000))
         fingerprint, notes, model = (metadata.get(name, "") for name in ("fingerprint", "notes", "model"))
-        return Snapshot(tokens, cached, frequency_key, logits, layers, fingerprint, notes, model, source, media)
+        return Snapshot(
+            tokens, cached, frequency_key, logits, layers, fingerprint, notes, model, source, media, opening
+        )
 
     def without_embeddings(self) -> Snapshot:
         """The same without the embeddings of pictures that were read, which only recomputation needs."""
         spans = (
-            MediaSpan(span.at, span.media.without_embeddings()) if span.end <= self.cached else span
+            MediaSpan(span.at, span.media.without_embeddings()) if span.end <= self.cached - self.opening else span
             for span in self.media
         )
         return replace(self, media=tuple(spans))
@@ -148,9 +161,10 @@ class Snapshot:
             source = _kept_source(self.source, vocab_size)
             cached = whole_number(self.cached, "cached")
             frequency_key = whole_number(self.frequency_key, "frequency_key")
+            opening = whole_number(self.opening, "opening")
         except StateError as error:
             raise SnapshotError(f"the snapshot is damaged: {error}") from None
-        if not 0 <= cached <= len(tokens):
+        if opening < 0 or not 0 <= cached <= opening + len(tokens):
             raise SnapshotError(
                 f"the snapshot is damaged: it says that {cached} of its {len(tokens)} tokens are in its layers"
             )

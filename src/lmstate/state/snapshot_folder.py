@@ -23,7 +23,7 @@ from torch import Tensor
 from lmstate.errors import SnapshotError, UnsupportedError
 from lmstate.files.blob_folder import DIGEST, BlobFolder
 from lmstate.state.blocks import CapturedBlocks, Parts
-from lmstate.state.layer_file import VersionError, by_layer, dump_layers, read_layers
+from lmstate.state.layer_file import MOST_TOKENS, VersionError, by_layer, dump_layers, read_layers
 from lmstate.state.media import read_spans, span_record, span_tensors
 from lmstate.state.snapshot import VERSION as SNAPSHOT_VERSION
 from lmstate.state.snapshot import Snapshot
@@ -50,6 +50,7 @@ class Manifest(TypedDict):
     parts: list[str]
     rest: str
     media: NotRequired[list[list[Any]]]
+    opening: NotRequired[int]
 
 
 class SnapshotFolder:
@@ -95,6 +96,7 @@ class SnapshotFolder:
                 version=SNAPSHOT_VERSION, fingerprint=snapshot.fingerprint, notes=snapshot.notes, model=snapshot.model,
                 tokens=list(snapshot.tokens), cached=snapshot.cached, frequency_key=snapshot.frequency_key,
                 layers=len(snapshot.layers), parts=parts, rest=self._write(rest), media=span_record(snapshot.media),
+                opening=snapshot.opening,
             )  # fmt: skip
             index.execute(
                 "insert or replace into snapshots values (?, ?, ?)", (name, json.dumps(manifest), snapshot.nbytes)
@@ -162,7 +164,9 @@ class SnapshotFolder:
             sound = all(type(told[key]) is kind for key, kind in kinds.items()) and 0 <= told["layers"] <= 100_000
             sound = sound and all(type(token) is int for token in told["tokens"])
             sound = sound and all(DIGEST.fullmatch(digest) for digest in [*told["parts"], told["rest"]])
-            sound = sound and 0 <= told["cached"] <= len(told["tokens"])
+            opening = told.get("opening", 0)
+            sound = sound and type(opening) is int and 0 <= opening <= MOST_TOKENS
+            sound = sound and 0 <= told["cached"] <= opening + len(told["tokens"])
             sound = sound and len(told["parts"]) in (0, -(-told["cached"] // PART_TOKENS))
         except (KeyError, TypeError):
             sound = False
@@ -192,7 +196,9 @@ class SnapshotFolder:
         layers = by_layer(self.path, {**joined, **rest}, told["layers"])
         tokens, frequency_key = tuple(told["tokens"]), told["frequency_key"]
         named = told["fingerprint"], told["notes"], told["model"]
-        return Snapshot(tokens, told["cached"], frequency_key, logits, layers, *named, media=media)
+        return Snapshot(
+            tokens, told["cached"], frequency_key, logits, layers, *named, media=media, opening=told.get("opening", 0)
+        )
 
     def _write(self, tensors: Mapping[str, Tensor]) -> str:
         whole = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}

@@ -91,10 +91,10 @@ class State(SteppedRows):
                 "row's tokens"
             )
         self._refuse_pending("condition", row)
-        if own.length:
+        if length := self._length(own):
             raise StateError(
-                f"condition({row}, ...) was asked for, and row {row} holds {own.length} tokens; a source comes before "
-                "the first token: rewind the row to 0, or use another row"
+                f"condition({row}, ...) was asked for, and row {row} holds {length} tokens; a source comes before the "
+                "first token: rewind the row to 0, or use another row"
             )
         if not isinstance(source, SourceFeatures):
             source = tuple(token_ids(source, "the source", self._vocab_size))
@@ -137,16 +137,18 @@ class State(SteppedRows):
             raise EmbeddingsGone(f"{where}; its embeddings were let go: make it again")
         if (why := self._refuses_media(media)) is not None:
             raise UnsupportedError(f"{where}; {why}")
-        spans = tuple(span for span in own.media if span.at != at or span.media != media)
-        if len(spans) == len(own.media) and at < own.length:
-            raise StateError(f"{where}; the row has {own.length} tokens: rewind to {at} first")
+        before = self._shown(own)
+        spans = tuple(span for span in before if span.at != at or span.media != media)
+        if len(spans) == len(before) and at < self._length(own):
+            raise StateError(f"{where}; the row has {self._length(own)} tokens: rewind to {at} first")
         spans = tuple(sorted((*spans, MediaSpan(at, media)), key=lambda span: span.at))
-        if (why := refusal(spans, own.tokens, *self._limits)) is not None:
+        if (why := refusal(spans, own.tokens[self._ahead :], *self._limits)) is not None:
             raise StateError(f"{where}; {why}")
-        limits = (self.layout.capacity, self.layout.max_positions)
-        if at + media.count > min((limit for limit in limits if limit is not None), default=at + media.count):
+        limits, end = (self.layout.capacity, self.layout.max_positions), self._ahead + at + media.count
+        if end > min((limit for limit in limits if limit is not None), default=end):
             raise CapacityError(f"{where}; its {media.count} positions do not fit the state")
-        self._apply(Changes(), self._with(row, own._replace(media=spans)))
+        whole = spans if self._opening is None else self._opening.before(Row.of()._replace(media=spans)).media
+        self._apply(Changes(), self._with(row, own._replace(media=whole)))
 
     @ordinary_tensors
     def expect(self, row: int, length: int) -> None:
@@ -160,6 +162,7 @@ class State(SteppedRows):
         if length < 0:
             raise StateError(f"expect({row}, {length}) was asked for; a text has no fewer than 0 tokens")
         self._refuse_pending("expect tokens", row)
+        length += self._ahead
         other = self._logits_key(own._replace(expected=length)) != self._logits_key(own)
         logits = None if other else own.logits
         self._apply(Changes(), self._with(row, own._replace(expected=length, logits=logits)))
@@ -173,9 +176,9 @@ class State(SteppedRows):
         computed as one piece, and where one would have to be read again whose embeddings were let go.
         """
         row, to, own = self._rewindable(row, to)
-        media = tuple(span for span in own.media if span.at < to)
+        media, asked = tuple(span for span in own.media if span.at < to), to - self._ahead
         if (cut := self._parted(own, to)) is not None:
-            raise RewindError(f"rewind of row {row} to {to} was asked for, {cut}")
+            raise RewindError(f"rewind of row {row} to {asked} was asked for, {cut}")
         if to == own.length and media == own.media:
             return
         changes, marks = Changes(), tuple(mark for mark in own.marks if mark.at <= to)
@@ -185,8 +188,8 @@ class State(SteppedRows):
         )
         if (gone := lost_embeddings(back, to)) is not None:
             raise RewindError(
-                f"rewind of row {row} to {to} was asked for; it is computed from {back.cached} on, and {gone}, or "
-                f"rewind to {self._computable(row, own, to)}"
+                f"rewind of row {row} to {asked} was asked for; it is computed from {back.cached} on, and {gone}, or "
+                f"rewind to {self._computable(row, own, to) - self._ahead}"
             )
         self._apply(changes, self._with(row, back))
 
@@ -199,7 +202,8 @@ class State(SteppedRows):
         row, to, own = self._rewindable(row, to)
         base, _ = nearest_mark(self.layers, row, own, to)
         expected = own.expected if to == own.length else 0  # a rewind ends what was expected
-        return to - base if own.frequency_key == self._frequency_key(max(to + 1, expected)) else to
+        base = base if own.frequency_key == self._frequency_key(max(to + 1, expected)) else 0
+        return to - max(base, self._ahead)
 
     @ordinary_tensors
     def mark(self, row: int) -> None:
@@ -234,7 +238,7 @@ class State(SteppedRows):
         changes = Changes()
         for layer in self.layers:
             layer.select(sources, changes)
-        self._apply(changes, [Row.of() if row is None else self._rows[row].fork() for row in sources])
+        self._apply(changes, [self._empty() if row is None else self._rows[row].fork() for row in sources])
 
     @ordinary_tensors
     def add(self, snapshot: Snapshot | None = None) -> int:
@@ -252,7 +256,7 @@ class State(SteppedRows):
             raise UnsupportedError(
                 f"a row was to be added; a static state keeps the {self.rows} that it was made with: make another state"
             )
-        changes, new = Changes(), Row.of()
+        changes, new = Changes(), self._empty()
         captured: Sequence[Mapping[str, Tensor]] = [{}] * len(self.layers)
         if snapshot is not None:
             new, captured = self._checked(snapshot)
@@ -281,7 +285,7 @@ class State(SteppedRows):
         changes = Changes()
         for layer in self.layers:
             layer.restore(row, 0, {}, changes)
-        self._apply(changes, self._with(row, Row.of()._replace(removed=True)))
+        self._apply(changes, self._with(row, self._empty()._replace(removed=True)))
 
     @ordinary_tensors
     def snapshot(self, row: int = 0) -> Snapshot:
@@ -294,8 +298,8 @@ class State(SteppedRows):
         logits = self._logits_of_its_length(own)
         logits = None if logits is None else logits.clone()
         return Snapshot(
-            tuple(own.tokens), own.cached, own.frequency_key, logits, layers, self.fingerprint, model=self._model_name,
-            source=own.source, media=own.media,
+            tuple(own.tokens[self._ahead :]), own.cached, own.frequency_key, logits, layers, self.fingerprint,
+            model=self._model_name, source=own.source, media=self._shown(own), opening=self._ahead,
         )  # fmt: skip
 
     @ordinary_tensors
@@ -358,9 +362,17 @@ class State(SteppedRows):
         why = refusal(restored.media, restored.tokens, *self._limits)
         if why is not None:
             raise SnapshotError(f"the snapshot is damaged, or of another model: {why}")
+        if snapshot.opening != self._ahead:
+            raise SnapshotError(
+                f"the snapshot has {snapshot.opening} learned positions in front of its tokens, and this state "
+                f"{self._ahead}"
+            )
+        if self._opening is not None:
+            restored = self._opening.before(restored)
         if self.layout.capacity is not None and restored.length > self.layout.capacity:
             raise CapacityError(
-                f"the snapshot has {snapshot.length} tokens; this state was made with capacity={self.layout.capacity}"
+                f"the snapshot has {snapshot.length} tokens; this state was made with "
+                f"capacity={self.layout.capacity - self._ahead}"
             )
         sourced = [bool(captured) for layer, captured in zip(self.layers, snapshot.layers) if layer.conditioned]
         for position in (restored.cached, restored.length):
@@ -373,22 +385,24 @@ class State(SteppedRows):
     # ---- the parts of it
 
     def _rewindable(self, row: int, to: int) -> tuple[int, int, Row]:
-        """Row and position as plain ints, and the record of the row."""
+        """Row and position, the opening counted, as plain ints, and the record of the row."""
         row, own = self._row(row)
         to = whole_number(to, "a position")
         self._refuse_pending("rewind", row)
-        if not 0 <= to <= own.length:
-            raise RewindError(f"rewind of row {row} to {to} was asked for; it has the positions 0 to {own.length}")
-        return row, to, own
+        length = self._length(own)
+        if not 0 <= to <= length:
+            raise RewindError(f"rewind of row {row} to {to} was asked for; it has the positions 0 to {length}")
+        return row, self._ahead + to, own
 
     def _droppable(self, row: int, start: int, stop: int) -> tuple[int, int, int, Row]:
-        """Row and span as plain ints, and the record of the row."""
+        """Row and span, the opening counted, as plain ints, and the record of the row."""
         row, own = self._row(row)
         start, stop = whole_number(start, "the start of a span"), whole_number(stop, "the end of a span")
         self._refuse_pending("drop a span")
-        if not 0 <= start <= stop <= own.length:
-            raise RewindError(f"drop of {start} to {stop} was asked for; row {row} has positions 0 to {own.length}")
-        return row, start, stop, own
+        length = self._length(own)
+        if not 0 <= start <= stop <= length:
+            raise RewindError(f"drop of {start} to {stop} was asked for; row {row} has positions 0 to {length}")
+        return row, self._ahead + start, self._ahead + stop, own
 
     def _refuses_drop(self, row: int, start: int, stop: int) -> str | None:
         own, short_key = self._rows[row], self._frequency_key(0)

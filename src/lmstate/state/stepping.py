@@ -74,7 +74,7 @@ class SteppedRows(HeldRows):
         for index, (row, length, count) in enumerate(zip(self._rows, self._rope_lengths(counts), counts)):
             key = self._frequency_key(length)
             to = 0 if row.cached and key != row.frequency_key else row.cached
-            if logits and not count and row.logits is None and row.cached == row.length > 0:
+            if logits and not count and row.logits is None and row.cached == row.length > self._ahead:
                 to = min(to, before_picture(row.media, row.length - 1) if self.whole_pictures else row.length - 1)
             # Each row in a change of its own: the next one starts from the tensors that this one leaves.
             changes = Changes()
@@ -84,7 +84,7 @@ class SteppedRows(HeldRows):
                 raise StateError(f"row {index} is to be computed from {new.cached} on, and {gone}")
             if new is not row:
                 self._apply(changes, self._with(index, new))
-        return [row.backlog for row in self._rows]
+        return [row.backlog if count or self._length(row) else [] for row, count in zip(self._rows, counts)]
 
     def plan_backlog(self, ids: list[list[int]], counts: Sequence[int]) -> Step:
         """Reserve room for the backlog; `commit_backlog` makes it real. `counts`: the new tokens that come after it."""
@@ -106,11 +106,13 @@ class SteppedRows(HeldRows):
     def plan(self, ids: Sequence[Sequence[int]], *, speculative: bool = False, rewindable: Sequence[bool] = ()) -> Step:
         """Reserve room for new tokens in every layer, or in none; `record_logits` makes the step pending."""
         counts = tuple(map(len, ids))
-        assert all(row.cached == row.length for row in self._rows), "plan before the backlog was computed"
+        behind = (row for row, count in zip(self._rows, counts) if count or self._length(row))
+        assert all(row.cached == row.length for row in behind), "plan before the backlog was computed"
         for index, (row, new) in enumerate(zip(self._rows, ids)):
             self._check_media(index, row, new)
             if (cut := self._parted(row, row.length + len(new))) is not None:
-                raise StateError(f"row {index} was given {len(new)} tokens, up to {row.length + len(new)}, {cut}")
+                stop = self._length(row) + len(new)
+                raise StateError(f"row {index} was given {len(new)} tokens, up to {stop}, {cut}")
         partly = None if all(rewindable) else tuple(rewindable)
         return self._reserve([list(row) for row in ids], speculative, self._rope_lengths(counts), partly)
 
@@ -237,7 +239,8 @@ class SteppedRows(HeldRows):
     ) -> Step:
         counts = tuple(map(len, ids))
         starts = tuple(row.cached for row in self._rows)
-        media = tuple(row.media for row in self._rows) if any(row.media for row in self._rows) else ()
+        media = tuple(row.media if row.cached < self._ahead else row.media[bool(self._ahead) :] for row in self._rows)
+        media = media if any(media) else ()
         step = Step(
             starts, counts, self.layout.device, rope_lengths, speculative, self.layout.chunk, rewindable, media,
             self.whole_pictures,

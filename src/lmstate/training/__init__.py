@@ -9,7 +9,7 @@ from typing import Literal
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
 from lmstate.models.model import Model
-from lmstate.training.adapted import AdaptedModel, LoraModel, adapted_model
+from lmstate.training.adapted import AdaptedModel, LoraModel, adapted_model, load_adapter
 from lmstate.training.adapter import Adapter
 from lmstate.training.adapter_config import AdapterConfig
 from lmstate.training.chunked import hidden_states
@@ -18,6 +18,13 @@ from lmstate.training.lora import LoraConfig
 from lmstate.training.lycoris import LoHaConfig, LoKrConfig
 from lmstate.training.model import ParameterModel, TrainableModel
 from lmstate.training.next_token import loss, next_token_loss
+from lmstate.training.openings import (
+    OpeningAdapter,
+    OpeningConfig,
+    OpeningModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+)
 
 __all__ = [
     "AdaptedModel",
@@ -28,7 +35,12 @@ __all__ = [
     "LoKrConfig",
     "LoraConfig",
     "LoraModel",
+    "OpeningAdapter",
+    "OpeningConfig",
+    "OpeningModel",
     "ParameterModel",
+    "PrefixTuningConfig",
+    "PromptTuningConfig",
     "TrainableModel",
     "hidden_states",
     "loss",
@@ -41,13 +53,13 @@ Folder = str | os.PathLike[str]
 
 def open_model(
     weights: WeightLoader,
-    trainable: bool | Literal["lora", "adapter"] | AdapterConfig,
+    trainable: bool | Literal["lora", "adapter"] | AdapterConfig | OpeningConfig,
     lora: LoraConfig | None,
     adapter: Folder | Mapping[str, Folder] | None,
     merge: bool,
 ) -> Model:
     """The model of an open checkpoint with parameters or adapters; see `lmstate.load`."""
-    if not isinstance(trainable, bool | AdapterConfig) and trainable not in ("lora", "adapter"):
+    if not isinstance(trainable, bool | AdapterConfig | OpeningConfig) and trainable not in ("lora", "adapter"):
         raise ModelError(
             f'trainable={trainable!r:.80} was asked for; there are True, False, "lora", "adapter" and the configs of '
             "lmstate.training"
@@ -61,7 +73,7 @@ def open_model(
         raise ModelError('lora=... describes a new adapter that is trained: it goes with trainable="lora" alone')
     if trainable and (merge or isinstance(adapter, Mapping) or (trainable is True and adapter is not None)):
         raise ModelError('one adapter can be trained on, with trainable="adapter"; it is not merged')
-    if isinstance(trainable, AdapterConfig) and adapter is not None:
+    if isinstance(trainable, AdapterConfig | OpeningConfig) and adapter is not None:
         raise ModelError('a config of a new adapter was given with a folder to train on: give trainable="adapter"')
     if trainable == "adapter" and adapter is None:
         raise ModelError('trainable="adapter" was asked for without adapter=...: give its folder, or trainable="lora"')
@@ -69,9 +81,13 @@ def open_model(
         return TrainableModel(weights)
     if not trainable:
         return adapted_model(weights, adapter, merge)
+    if isinstance(trainable, OpeningConfig):
+        return OpeningModel(weights, trainable)
     if adapter is None:
         return LoraModel(weights, trainable if isinstance(trainable, AdapterConfig) else lora or LoraConfig())
-    loaded = Adapter.load(adapter, weights.source.config.get("model_type"))  # type: ignore[arg-type]
+    loaded = load_adapter(adapter, weights.source.config.get("model_type"))  # type: ignore[arg-type]
     if trainable == "lora" and not isinstance(loaded.config, LoraConfig):
         raise ModelError(f'{adapter} is a {loaded.config.peft_type} adapter: give trainable="adapter" to train on it')
+    if isinstance(loaded, OpeningAdapter):
+        return OpeningModel(weights, loaded.config, loaded)
     return LoraModel(weights, loaded.config, loaded)

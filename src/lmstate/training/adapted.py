@@ -8,26 +8,30 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.hub import weights_of
 from lmstate.checkpoints.loader import Make, Numbers, StackedMatrix, WeightLoader, transpose
 from lmstate.checkpoints.source import Source, floats
 from lmstate.errors import ModelError, StateError
+from lmstate.files.json_object import read_object
 from lmstate.models.fingerprint import weights_in
 from lmstate.models.model import Model
 from lmstate.ops.types.weight import Weight
 from lmstate.ops.weights.bfloat12 import Bfloat12Weight
 from lmstate.ops.weights.grouped import FloatWeight, quantize
 from lmstate.ops.weights.lora import LoraWeight, Rescaling, Update
-from lmstate.training.adapter import Adapter
+from lmstate.training.adapter import CONFIG, Adapter
 from lmstate.training.adapter_config import ALL, AdapterConfig, module_key
 from lmstate.training.lora import PEFT_REFUSES
-from lmstate.training.model import ParameterModel
+from lmstate.training.model import TrainedAdapter
 from lmstate.training.module_names import modules_of
+from lmstate.training.openings import OPENINGS, OpeningAdapter
 
 EXPERT = re.compile(r"\.experts\.\d+\.")
 Selection = Sequence[Adapter | None]
@@ -224,7 +228,9 @@ class AdaptedModel(Model):
     snapshot of one choice is refused by another.
     """
 
-    def __init__(self, weights: WeightLoader, adapters: Mapping[str, Adapter], chosen: str | None) -> None:
+    def __init__(
+        self, weights: WeightLoader, adapters: Mapping[str, Adapter | OpeningAdapter], chosen: str | None
+    ) -> None:
         for adapter in adapters.values():
             adapter.to(weights.device)
         self.adapters = dict(adapters)
@@ -238,9 +244,19 @@ class AdaptedModel(Model):
             if name is not None and name not in self.adapters:
                 raise ModelError(f"there is no adapter {name!r:.80}; this model has {', '.join(self.adapters)}")
         self.chosen = tuple(names)
-        selection = [None if name is None else self.adapters[name] for name in names]
+        chosen = [None if name is None else self.adapters[name] for name in names]
+        openings = [adapter for adapter in chosen if isinstance(adapter, OpeningAdapter)]
+        if openings and len(chosen) > 1:
+            raise ModelError(
+                "an adapter with learned positions was chosen for some rows of a batch; it is one for all rows: choose "
+                "it alone"
+            )
+        selection = [adapter if isinstance(adapter, Adapter) else None for adapter in chosen]
         self._weights = AdaptedWeights(self._weights, selection)
-        return build_adapted(self._weights, selection)
+        built = build_adapted(self._weights, selection)
+        if openings:
+            built.network = openings[0].applied(built.network)
+        return built
 
     def adapted(self, adapter: str | Sequence[str | None] | None) -> AdaptedModel:
         """Copy of this model with another adapter (None: with none), or with one for each row of a batch.
@@ -256,7 +272,7 @@ class AdaptedModel(Model):
         return twin
 
 
-class LoraModel(ParameterModel):
+class LoraModel(TrainedAdapter):
     """A model of which one adapter is trained, over weights of any storage that stay as they are.
 
     Made by `lmstate.load(..., trainable="lora")`, or with a config. Parameters have the names that they have in an
@@ -289,10 +305,6 @@ class LoraModel(ParameterModel):
         super().__init__(built.network, built.dtype, built.context_size)
         self._version = self.version
 
-    @property
-    def version(self) -> int:
-        return hash(tuple((tensor._version, tensor.data_ptr()) for tensor in self.parameters()))
-
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.adapter.named_tensors()
 
@@ -319,17 +331,30 @@ class LoraModel(ParameterModel):
         self.adapter.save(folder, weights_of(self.name), {*self.modules, *self._experts})
 
 
+def load_adapter(folder: str | os.PathLike[str], model_type: object) -> Adapter | OpeningAdapter:
+    """Read an adapter of any kind. Raises as `Adapter.load`."""
+    fields = Config(read_object(Path(folder) / CONFIG), f"{Path(folder) / CONFIG}")
+    if fields.str("peft_type", default="LORA") in OPENINGS:
+        return OpeningAdapter.load(Path(folder), fields)
+    return Adapter.load(folder, model_type)
+
+
 def adapted_model(weights: WeightLoader, adapter: object, merge: bool) -> Model:
     """The model of an open checkpoint with one adapter (a folder), or with several by name; see `lmstate.load`."""
     kind = weights.source.config.get("model_type")
     if isinstance(adapter, Mapping):
         if merge:
             raise StateError("merge=True was asked for with several adapters; one can be merged into the weights")
-        return AdaptedModel(weights, {name: Adapter.load(folder, kind) for name, folder in adapter.items()}, None)
+        return AdaptedModel(weights, {name: load_adapter(folder, kind) for name, folder in adapter.items()}, None)
     if not isinstance(adapter, str | os.PathLike):
         raise ModelError(f"adapter={adapter!r:.80} was given; give a folder, or a dict of names and folders")
-    one = Adapter.load(adapter, kind)
+    one = load_adapter(adapter, kind)
+    if merge and isinstance(one, OpeningAdapter):
+        raise ModelError(
+            f"merge=True was asked for of {adapter}, which has learned positions and no matrices: leave it out"
+        )
     if merge:
+        assert isinstance(one, Adapter)
         one.to(weights.device)
         return build_adapted(AdaptedWeights(weights, [one], merge=True), [one])
     return AdaptedModel(weights, {"default": one}, "default")

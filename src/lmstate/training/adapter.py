@@ -178,7 +178,7 @@ def _read_config(path: Path) -> AdapterConfig:
     fields = Config(raw, f"{path / CONFIG}")
     kind = KINDS.get(name := fields.str("peft_type", default="LORA"))
     if kind is None:
-        raise ModelError(f"{path} is a {name[:40]} adapter; lmstate runs {', '.join(KINDS)}")
+        raise ModelError(f"{path} is a {name[:40]} adapter; lmstate runs {', '.join(KINDS)}, and learned positions")
     if asked := [name for name in kind.refused if raw.get(name)]:
         raise ModelError(f"{path} asks for {', '.join(asked)}, which lmstate does not run")
     return kind.read(path, fields)

@@ -7,18 +7,19 @@ exist while it is its turn.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
-from lmstate.errors import StateError
+from lmstate.errors import StateError, UnsupportedError
 from lmstate.models.model import Model
 from lmstate.models.stack import run_eager
 from lmstate.models.tokens import Tokens, token_rows
 from lmstate.ops import dispatch
-from lmstate.state import Layout, Step
+from lmstate.state import Layout, MediaSpan, Step
 from lmstate.state.inference_mode import ordinary_tensors
 from lmstate.state.kv.policies.per_layer import Policies
 from lmstate.state.validate import whole_number
@@ -99,12 +100,17 @@ class Tape:
     def _hidden(self, model: Model, first: int, step: Step) -> Tensor:
         rows = [row[first : first + step.width] for row in self.ids]
         tokens = torch.tensor([[*row, *[0] * (step.width - len(row))] for row in rows], device=self.layout.device)
-        x = model.network.embedded(tokens, step)
+        if (opening := model.network.opening) is not None:
+            media = (MediaSpan(0, opening.opening.media),)
+            step = replace(step, media=(media,) * step.rows, extras={}, _cached={})
+        x, blocks = model.network.embedded(tokens, step), model.network.blocks_of(step)
+        if opening is not None and torch.is_grad_enabled() and not x.requires_grad:
+            x = x.requires_grad_()  # a gradient is to reach the past, where all that is learned lies
         if self.checkpoint and torch.is_grad_enabled():
-            for block, layer in zip(model.blocks, self.layers):
+            for block, layer in zip(blocks, self.layers):
                 x = recompute(block, x, step, layer, use_reentrant=False, preserve_rng_state=False)
         else:
-            x = run_eager(model.blocks, x, step, self.layers)
+            x = run_eager(blocks, x, step, self.layers)
         return x if model.network.exit is None else model.network.exit(x)
 
 
@@ -147,6 +153,11 @@ def hidden_states(
     if chunk < 1:
         raise StateError(f"chunk={chunk} was asked for; a chunk has at least one token")
     model.refresh()
-    tape = Tape(model, ids, chunk, checkpoint, kv)
+    ahead = model.opening_length
+    if kv is not None and ahead:
+        raise UnsupportedError(
+            "kv=... was asked for with learned positions in front of each text; train them without a policy"
+        )
+    tape = Tape(model, [[*[0] * ahead, *row] for row in ids], chunk, checkpoint, kv)
     hidden: Tensor = _Hidden.apply(model, tape, *model.parameters())
-    return hidden
+    return hidden[:, ahead:]

@@ -13,7 +13,7 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,9 +24,8 @@ from lmstate.files.atomic import sync_folder
 from lmstate.files.json_object import read_object
 from lmstate.files.safetensors import TensorFile
 from lmstate.files.writing import save_tensors, write_json, write_text
-from lmstate.training.adapted import LoraModel
 from lmstate.training.documents import Document, batches
-from lmstate.training.model import ParameterModel
+from lmstate.training.model import ParameterModel, TrainedAdapter
 from lmstate.training.next_token import loss
 
 CHECKPOINT, OLD = "checkpoint", "checkpoint.old"
@@ -93,12 +92,11 @@ class FineTuning:
             list(self.parameters.values()), lr=settings.rate, betas=settings.betas, weight_decay=settings.weight_decay
         )
         self.step = 0
-        config = model.adapter.config if isinstance(model, LoraModel) else None
-        adapter = asdict(config) if is_dataclass(config) else None
+        adapter = asdict(model.adapter.config) if isinstance(model, TrainedAdapter) else None
         self._origin = json.loads(
             json.dumps({"settings": asdict(settings), "adapter": adapter, "documents": _digest(documents)})
         )
-        limit = model.max_positions
+        limit = None if model.max_positions is None else model.max_positions - model.opening_length
         longest = max((len(document.tokens) for document in (*documents, *evaluated)), default=0)
         if limit is not None and longest > limit:
             raise ModelError(
@@ -138,7 +136,7 @@ class FineTuning:
             stopped = not last and stop()
             if last or stopped or (save_every and self.step % save_every == 0):
                 self.save()
-                if isinstance(self.model, LoraModel) and not last:
+                if isinstance(self.model, TrainedAdapter) and not last:
                     self.model.save_pretrained(self.folder)
             if stopped:
                 return False

@@ -111,6 +111,16 @@ class ParameterModel(Model, ABC):
         raise ModelError("a model that trains cannot be copied: save it with save_pretrained and load it again")
 
 
+class TrainedAdapter(ParameterModel):
+    """A model of which an adapter is trained. `adapter.config` describes it."""
+
+    adapter: Any
+
+    @property
+    def version(self) -> int:
+        return hash(tuple((tensor._version, tensor.data_ptr()) for tensor in self.parameters()))
+
+
 _versions: weakref.WeakKeyDictionary[State, int] = weakref.WeakKeyDictionary()
 
 

@@ -59,7 +59,7 @@ def loss(
     if reduction not in ("mean", "sum"):
         raise StateError(f'reduction={reduction!r} was asked for; there are "mean" and "sum"')
     ids = token_rows(tokens, model.config.vocab_size)
-    limit = model.max_positions
+    limit = None if model.max_positions is None else model.max_positions - model.opening_length
     if limit is not None and max(map(len, ids)) > limit:
         raise CapacityError(
             f"a text of {max(map(len, ids))} tokens was given; the model has learned {limit} positions and knows no "

@@ -198,7 +198,7 @@ def _load(conversation: ChatConversation, argument: str) -> str:
     if not argument:
         raise ValueError("/load needs a file name")
     snapshot = conversation.load(Path(argument).expanduser())
-    return f"{snapshot.length} tokens from {argument}; {_priced(snapshot.length - snapshot.cached)}"
+    return f"{snapshot.length} tokens from {argument}; {_priced(snapshot.backlog)}"
 
 
 def _priced(cost: int) -> str:

@@ -60,7 +60,7 @@ def prefixes(
         path = node.path()
         if tree not in through:
             assert path[0].parent is not None
-            through[tree] = set(walk(path[0].parent, tokens)[0].path())
+            through[tree] = set(walk(path[0].parent, store.whole(tokens))[0].path())
         text = decode(list(node.tokens[:WIDTH])).encode("unicode_escape").decode()
         yield Prefix(
             start=node.start,

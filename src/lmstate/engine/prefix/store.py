@@ -43,9 +43,13 @@ class PrefixStore:
     A text finds what was kept under its own salt alone.
     """
 
-    def __init__(self, split: Split, fingerprint: str, limit: int, tier: Tier | None = None) -> None:
-        """`tier`: where all that is kept is written too, and found again after a restart."""
+    def __init__(
+        self, split: Split, fingerprint: str, limit: int, tier: Tier | None = None, opening: Sequence[int] = ()
+    ) -> None:
+        """`tier`: where all that is kept is written too, and found again after a restart. `opening`: the numbers of
+        learned positions in front of every text, see `lmstate.state.opening`: callers do not count them."""
         self.split = split
+        self.opening = list(opening)
         self.tier = tier
         self.fingerprint = fingerprint
         self.limit = limit
@@ -74,17 +78,23 @@ class PrefixStore:
         With `logits`, those after the last token are needed: a text that is stored whole without them gives one less.
         `key`: the frequency key of the text that they are read for; None: any.
         """
-        best = Match(0, 0)
+        best, tokens, ahead = Match(0, 0), self.whole(tokens), len(self.opening)
         for (frequency_key, own), root in self._roots.items():
             if own != salt or key not in (None, frequency_key):
                 continue
             node, matched = walk(root, tokens)
             node, matched = self._held(node, matched, only_memory)
             found = self._usable(node, matched, len(tokens), logits, only_memory)
-            length = 0 if found is None else found[0]
-            if (length, matched) > (best.length, best.matched):
+            if found is not None and found[0] < ahead:
+                found = None
+            length, matched = 0 if found is None else found[0] - ahead, max(0, matched - ahead)
+            if (length, matched) > (best.length, best.matched) or (found is not None and best.node is None):
                 best = Match(length, matched, found and found[1], frequency_key, found and self._where(*found))
         return best
+
+    def whole(self, tokens: Sequence[int]) -> Sequence[int]:
+        """A text with the opening in front of it, as the tree has it."""
+        return [*self.opening, *tokens] if self.opening else tokens
 
     def missing(self, match: Match) -> dict[str, Callable[[Layers], Layers]]:
         """The keys of what has to be read from the tier before a snapshot of the match can be made.
@@ -94,7 +104,7 @@ class PrefixStore:
         """
         if match.node is None:
             return {}
-        end = match.node.end if self.split.needs_carry else match.length
+        end = match.node.end if self.split.needs_carry else len(self.opening) + match.length
         runs = [(part, part.stored_run) for part in match.node.path() if part.run is None and part.start < end]
         wanted: dict[str, Callable[[Layers], Layers]] = {
             run.key: partial(self.split.run_of, start=part.start - run.offset) for part, run in runs if run is not None
@@ -156,7 +166,8 @@ class PrefixStore:
         node = match.node
         if node is None or self.missing(match):
             return None
-        length = max(match.length, node.end) if self.split.needs_carry else match.length
+        ahead = len(self.opening)
+        length = max(ahead + match.length, node.end) if self.split.needs_carry else ahead + match.length
         path = node.path()
         carry = node.carry if length == node.end else None
         runs: list[Layers] = []
@@ -166,10 +177,8 @@ class PrefixStore:
             assert part.run is not None
             runs.append(part.run if part.end <= length else cut(part.run, 0, length - part.start))
         layers = self.split.join(runs, None if carry is None else carry.layers)
-        tokens = tuple(node.all_tokens()[:length])
-        return Snapshot(
-            tokens, length, match.frequency_key, None if carry is None else carry.logits, layers, self.fingerprint
-        )
+        tokens, logits = tuple(node.all_tokens()[ahead:length]), None if carry is None else carry.logits
+        return Snapshot(tokens, length, match.frequency_key, logits, layers, self.fingerprint, opening=ahead)
 
     # ---- keeping
 
@@ -178,8 +187,8 @@ class PrefixStore:
         length = snapshot.cached
         if length == 0:
             return False
-        tokens = snapshot.identities[:length]
-        logits = snapshot.logits if length == snapshot.length else None
+        tokens = self.whole(snapshot.identities)[:length]
+        logits = snapshot.logits if length == len(self.opening) + snapshot.length else None
         node, matched = walk(self._root(tree := (snapshot.frequency_key, salt)), tokens)
         now = next(self._clock)
         carry = Carry(self.split.carry(snapshot), logits)

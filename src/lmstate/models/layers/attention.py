@@ -11,6 +11,7 @@ from torch.nn.functional import softplus
 
 from lmstate import ops
 from lmstate.models.layers.base import FusableLayer
+from lmstate.models.layers.opening import LearnedKeys
 from lmstate.models.layers.rope import Rope
 from lmstate.models.layers.whole_pictures import with_whole_pictures
 from lmstate.ops import Norm, Residual, Weight
@@ -50,7 +51,8 @@ class Attention(FusableLayer):
     `clip`: clamps q, k and v to +-clip. `turned_weight` float32 `[D]` multiplies queries
     after they are rotated: where a norm comes after the rotation, that part is left of it there. `out_norm`: of the
     heads together, before `out`. `slopes` float32 `[H]`, `biases` float32 `[H, M]`: see `ops.AttentionParams`.
-    `whole_pictures`: each token of a picture sees all of it, see `with_whole_pictures`.
+    `whole_pictures`: each token of a picture sees all of it, see `with_whole_pictures`. `learned`: keys and values of
+    the first positions, in place of the projected ones.
     """
 
     qkv: Weight
@@ -80,6 +82,7 @@ class Attention(FusableLayer):
     slopes: Tensor | None = None
     biases: Tensor | None = None
     whole_pictures: bool = False
+    learned: LearnedKeys | None = None
 
     @property
     def kind(self) -> str:
@@ -94,8 +97,8 @@ class Attention(FusableLayer):
         )  # fmt: skip
 
     def sublayers(self, norm: Norm | None, post_norm: Norm | None, scale: float) -> tuple[ops.Sublayer, ...]:
-        unknown = self.temperature is not None or self.clip is not None or self.turned_weight is not None
-        unknown = unknown or self.out_norm is not None or self.slopes is not None or self.biases is not None
+        parts = self.temperature, self.clip, self.turned_weight, self.out_norm, self.slopes, self.biases, self.learned
+        unknown = any(part is not None for part in parts)
         if unknown or self.gates not in (0, self.heads) or self.gate_act != "sigmoid":
             return ()
         sublayer = ops.AttentionSublayer(
@@ -140,6 +143,9 @@ class Attention(FusableLayer):
         if self.turned_weight is not None and rotation is not None:
             q = ops.rope(q, *rotation) * self.turned_weight
             new = None if new is None else (ops.rope(new[0], *rotation), new[1])
+            rotation = None
+        if self.learned is not None and new is not None:
+            q, new = self.learned.applied(q, new, rotation, step)
             rotation = None
         params = ops.AttentionParams(self.scale, self.softcap, self.sinks, self.slopes, self.biases)
         seen = cache.attend(q, new, step, params, rotation)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from lmstate.errors import StateError
-from lmstate.state.kv.policies.base import Budget
+from lmstate.errors import StateError, UnsupportedError
+from lmstate.state.kv.policies.base import Budget, Evicting
 from lmstate.state.kv.policies.storage import Dense
 from lmstate.state.layers.base import Policy
 
@@ -50,6 +50,21 @@ def policies_of(kv: Policies, layers: int) -> list[Policy]:
         named = ", ".join(repr(layer) for layer in others[:3]) + (", ..." if len(others) > 3 else "")
         raise StateError(f"PerLayer has a policy for layer {named}; the model has the layers 0 to {layers - 1}")
     return [_policy_of(kv, layer) for layer in range(layers)]
+
+
+def guarded(policy: Policy, count: int) -> Policy:
+    """The policy for rows that begin with `count` positions which are never evicted, beside what it keeps of a text.
+
+    Raises `UnsupportedError` for a policy that may evict any position.
+    """
+    if not count or not isinstance(policy, Evicting):
+        return policy
+    if not isinstance(policy, Budget) or type(policy).evict is not Budget.evict:
+        raise UnsupportedError(
+            f"{policy} was given for a model with learned positions in front of each row, and may evict them: give a "
+            "policy with a budget, which keeps its sinks"
+        )
+    return replace(policy, budget=policy.budget + count, sinks=policy.sinks + count)
 
 
 def _policy_of(kv: Policies, layer: int) -> Policy:
