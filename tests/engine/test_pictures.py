@@ -62,7 +62,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", ["llama", "mistral", "falcon_h1", "qwen2_vl", "qwen3_5", "gemma3-pattern"])
+@pytest.mark.parametrize(
+    "case", ["llama", "mistral", "falcon_h1", "qwen2_vl", "qwen3_5", "gemma3-pattern", "gemma4_unified"]
+)
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_answers_are_those_of_each_prompt_alone(case: str, kind: str, tmp_path: Path) -> None:
     """Beginnings are shared, with the same and with other pictures at the same place, in rows beside each other."""

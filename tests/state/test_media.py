@@ -307,7 +307,13 @@ def test_damaged_files(tmp_path: Path) -> None:
         model.new_state().restore(0, lmstate.Snapshot.load(tmp_path / "moved"))
 
 
-WHOLE = {"gemma3": None, "gemma3-pattern": None, "gemma3 8 bits": kv.Quantized(8), "gemma3 4 bits": kv.Quantized(4)}
+WHOLE = {
+    "gemma3": None,
+    "gemma3-pattern": None,
+    "gemma4_unified": None,
+    "gemma3 8 bits": kv.Quantized(8),
+    "gemma3 4 bits": kv.Quantized(4),
+}
 
 
 def whole_case(case: str) -> tuple[lmstate.Model, Any]:
@@ -406,7 +412,7 @@ def test_no_step_or_rewind_ends_inside_a_whole_picture() -> None:
     assert not ours("llama").new_state().whole_pictures
 
 
-@pytest.mark.parametrize("case", ["gemma3", "gemma3-pattern"])
+@pytest.mark.parametrize("case", ["gemma3", "gemma3-pattern", "gemma4_unified"])
 def test_tokens_of_a_whole_picture_see_the_rest_of_it(case: str) -> None:
     """Its last embedding changes what its first token gives; a later picture does not."""
     model = ours(case)

@@ -257,6 +257,7 @@ def processor_of(family: str, folder: Path) -> Any:
 
     place = {"ovis2": "<IMG_ATOM>", "llama4": "<|patch|>"}.get(family, "<image>")
     names = {
+        "gemma4": {name: f"<{name}>" for name in ("boi_token", "eoi_token", "boa_token", "eoa_token", "audio_token")},
         "idefics2": {"image_boundary_token": "<bound>", "end_of_utterance": "<end_of_utterance>"},
         "llama4": {
             name: f"<|{name}|>"
@@ -285,6 +286,12 @@ def processor_of(family: str, folder: Path) -> Any:
         pytest.importorskip("torchvision")  # of its processor of videos
         pixels = t.MiniCPMV4_6ImageProcessorPil(scale_resolution=32, patch_size=4)
         made = t.MiniCPMV4_6Processor(pixels, t.MiniCPMV4_6VideoProcessor(), inner, chat_template=TEMPLATE)
+    elif family == "gemma4":
+        pytest.importorskip("torchvision")  # of its processor of videos
+        pixels = t.Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70, pooling_kernel_size=2)
+        made = t.Gemma4Processor(
+            t.Gemma4AudioFeatureExtractor(), pixels, inner, t.Gemma4VideoProcessor(), chat_template=TEMPLATE
+        )
     elif family == "llama4":
         pytest.importorskip("torchvision")  # of its processor of images
         made = t.Llama4Processor(
@@ -314,7 +321,8 @@ def processor_of(family: str, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    "family", ["deepseek_vl", "granite4_vision", "idefics2", "llama4", "llava_onevision", "minicpmv4_6", "ovis2"]
+    "family",
+    ["deepseek_vl", "gemma4", "granite4_vision", "idefics2", "llama4", "llava_onevision", "minicpmv4_6", "ovis2"],
 )
 def test_places_are_those_of_the_processor(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers as t
@@ -330,6 +338,8 @@ def test_places_are_those_of_the_processor(family: str, tmp_path: Path, monkeypa
     given.text_config.vocab_size, given.text_config.eos_token_id = len(processor.tokenizer), 257
     if family == "ovis2":
         given.vocab_size = len(processor.tokenizer)
+    if family == "gemma4":
+        given.text_config.vocab_size_per_layer_input = len(processor.tokenizer)
     torch.manual_seed(0)
     theirs = t.AutoModelForImageTextToText.from_config(given).eval()
     randomize(theirs)

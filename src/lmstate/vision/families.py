@@ -63,6 +63,13 @@ def high_rows(inputs: Inputs, config: Any) -> Iterator[Tile]:
         yield Tile({name: part[None] for name, part in zip(names, parts)})
 
 
+def positioned(inputs: Inputs, config: Any) -> Iterator[Tile]:
+    """Patches `[pictures, N, features]`, of which some are padding, and where each lies (Gemma 4)."""
+    names = ("pixel_values", "image_position_ids")
+    for parts in zip(*(_given(inputs, name, 3) for name in names), strict=True):
+        yield Tile({name: part[None] for name, part in zip(names, parts)})
+
+
 def strips(inputs: Inputs, config: Any) -> Iterator[Tile]:
     """Patches of all tiles side by side `[1, 3, P, N * P]`, and the rows and columns of each (MiniCPM-V 4.6)."""
     pixels, sizes = _given(inputs, "pixel_values", 4), _given(inputs, "target_sizes", 2)
@@ -186,6 +193,8 @@ FAMILIES: dict[str, Tiles] = {
     "deepseek_vl": rows,
     "deepseek_vl_hybrid": high_rows,
     "gemma3": rows,
+    "gemma4": positioned,
+    "gemma4_unified": positioned,
     "glm4v": grids,
     "glm4v_moe": grids,
     "glm_ocr": grids,

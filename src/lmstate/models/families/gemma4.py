@@ -38,7 +38,12 @@ GEMMA4 = {
 }
 DEFAULTS: b.Defaults = {
     "gemma4_text": GEMMA4,
-    "gemma4_unified_text": {**GEMMA4, "sliding_window": 1024, "hidden_size_per_layer_input": 0},
+    "gemma4_unified_text": {
+        **GEMMA4,
+        "sliding_window": 1024,
+        "hidden_size_per_layer_input": 0,
+        "use_bidirectional_attention": "vision",
+    },
 }
 
 LOCAL, FULL = "sliding_attention", "full_attention"
@@ -81,7 +86,8 @@ class Ending:
 
 def build(w: WeightLoader) -> Model:
     config, shape = w.config, b.Dims.of(w.config)
-    if config.str("use_bidirectional_attention", default=None) == "all":
+    directions = config.str("use_bidirectional_attention", default=None)
+    if directions == "all":
         raise ModelError(f"{config.where} asks for attention in both directions; only causal models are supported")
     inner, act = (
         config.int("intermediate_size", low=1, high=b.MAX_SIZE),
@@ -113,6 +119,7 @@ def build(w: WeightLoader) -> Model:
             w, f"{layer}.self_attn", each, rope(kind, each.head_dim),
             window=config.int("sliding_window", low=1) if kind == LOCAL else None,
             reads=reads[index], value="k_proj" if one_projection and kind == FULL else "v_proj",
+            whole_pictures=directions == "vision" and kind == LOCAL,
         )  # fmt: skip
         doubled = 2 if wide and reads[index] is not None else 1
         return Block(
@@ -134,7 +141,7 @@ def build(w: WeightLoader) -> Model:
         block,
         embed_scale=shape.hidden**0.5,
         logit_softcap=config.float("final_logit_softcapping", low=1e-6, default=None),
-        entry=per_layer_inputs(w, shape, width) if width else None,
+        entry=per_layer_inputs(w, shape, width, config.int("pad_token_id", default=0)) if width else None,
         reads=reads,
         ignore=unread(reads),
     )
@@ -167,7 +174,7 @@ def unread(reads: Sequence[int | None]) -> tuple[str, ...]:
 
 def sharing_attention(
     w: WeightLoader, prefix: str, shape: b.Dims, rope: Rope, *, window: int | None, reads: int | None,
-    value: str = "v_proj",
+    value: str = "v_proj", whole_pictures: bool = False,
 ) -> Attention:  # fmt: skip
     """Attention whose queries, keys and values are normalized head by head; the scores have no other scale."""
     q_norm = b.norm(w, f"{prefix}.q_norm.weight", shape.head_dim, shape.eps)
@@ -175,16 +182,17 @@ def sharing_attention(
     v_norm = None if reads is not None else b.plain_norm(w, shape.head_dim, shape.eps)
     return b.attention(
         w, prefix, shape, rope, window=window, q_norm=q_norm, k_norm=k_norm, v_norm=v_norm, scale=1.0, reads=reads,
-        value=value,
+        value=value, whole_pictures=whole_pictures,
     )  # fmt: skip
 
 
-def per_layer_inputs(w: WeightLoader, shape: b.Dims, width: int) -> PerLayerInputs:
+def per_layer_inputs(w: WeightLoader, shape: b.Dims, width: int, pictured: int | None = None) -> PerLayerInputs:
     rows = w.config.int("vocab_size_per_layer_input", low=1, high=2**24, default=262_144)
     return PerLayerInputs(
         w.linear("model.embed_tokens_per_layer.weight", shape=(rows, shape.layers * width)),
         w.linear("model.per_layer_model_projection.weight", shape=(shape.layers * width, shape.hidden)),
         b.norm(w, "model.per_layer_projection_norm.weight", width, shape.eps),
+        pictured,
     )
 
 

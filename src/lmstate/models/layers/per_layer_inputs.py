@@ -16,14 +16,21 @@ from lmstate.state import Step
 class PerLayerInputs:
     """Per-layer inputs of L blocks, P numbers each: an embedding of the token plus a projection of the shared one.
 
-    The sum is divided by the root of two. A token that the table is too short for has that of token 0.
+    The sum is divided by the root of two. A token that the table is too short for has that of token 0, one of a picture
+    that of the token `pictured`, if any.
     """
 
     embed: Weight  # [V, L * P]
     project: Weight  # [L * P, E]
     norm: Norm  # of P numbers
+    pictured: int | None = None
 
     def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
+        if self.pictured is not None and step.media:
+            tokens = tokens.clone()
+            for row, start, stop in step.pictures:
+                first = step.starts[row]
+                tokens[row, max(start - first, 0) : min(stop - first, step.counts[row])] = self.pictured
         step.extras["per_layer_inputs"] = self.of(x, tokens)
         return x
 
