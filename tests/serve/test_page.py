@@ -9,6 +9,7 @@ import tempfile
 import tomllib
 from html import escape
 from pathlib import Path, PurePosixPath
+from time import perf_counter
 from typing import Any
 
 import httpx
@@ -123,7 +124,8 @@ def test_what_a_person_said_is_shown_as_it_was_typed(client: httpx.Client) -> No
 
 def test_a_growing_text_ends_as_the_whole_text_is_rendered() -> None:
     text = "# One\n\nA *paragraph*\nof lines.\n\n- a\n- b\n\n```python\nx = 1\n\n\ny = 2\n```\n\n"
-    text += "> q\n\n|a|b|\n|-|-|\n|1|2|\n\nEnd."
+    text += "> q\n\n|a|b|\n|-|-|\n|1|2|\n\n"
+    text += "Let $x_1$ be\n$$\na\n= b\n- c\n$$\nso \\[y\\], and $$z\n\n$$ open\n- d\n\nEnd."
     growing, html = GrowingMarkdown(), list[str]()
     for letter in text:
         before = list(growing.blocks)
@@ -132,7 +134,49 @@ def test_a_growing_text_ends_as_the_whole_text_is_rendered() -> None:
     growing.push("", end=True)
     html = growing.blocks
     assert html == render_blocks(text)
-    assert len(html) == 7 and "<h2>One</h2>" in html[0] and '<span class="n">x</span>' in html[3]
+    assert (
+        len(html) == 11
+        and html[7].count("<mo>") == 2
+        and "<h2>One</h2>" in html[0]
+        and '<span class="n">x</span>' in html[3]
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("$x^2$", "<msup><mi>x</mi><mn>2</mn></msup>"),
+        (r"\(a*b*c\)", "<mi>a</mi><mo>∗</mo><mi>b</mi><mo>∗</mo><mi>c</mi>"),
+        (r"so \[x\]", '<math display="block"><mi>x</mi></math>'),
+        ("$$\nx\n= y\n$$", '<div class="math"><math display="block"><mrow><mi>x</mi><mo>=</mo><mi>y</mi>'),
+        ("- one\n  $$\n  x\n  $$\n- two", '<li>one<div class="math"><math display="block"><mi>x</mi></math></div>'),
+        (r"\begin{align}a&=b\\c&=d\end{align}", '<mtable class="aligned"><mtr><mtd><mi>a</mi></mtd><mtd><mo>=</mo>'),
+        ("**$x$**", '<strong><math display="inline"><mi>x</mi></math></strong>'),
+        ("|a|\n|-|\n|$x$|", '<td><math display="inline"><mi>x</mi></math></td>'),
+        ("$5 and $10", "<p>$5 and $10</p>"),
+        ("US$ 5 or $ 6$", "<p>US$ 5 or $ 6$</p>"),
+        (r"\$5 and \\(x\\)", r"<p>$5 and \(x\)</p>"),
+        ("`$x$`", "<p><code>$x$</code></p>"),
+        ("```\n$$x$$\n```", '<pre class="code"><code>$$x$$\n</code></pre>'),
+        ("$$ open *and* on", "<p>$$ open <em>and</em> on</p>"),
+        ("$$x$$ is *it*", "<p>is <em>it</em></p>"),
+        (r"a $\frac{$ b", r"<p>a <code>$\frac{$</code> b</p>"),
+        (r"$\text{<b>}<i>\href{javascript:alert(1)}x$", "<mtext>&lt;b&gt;</mtext><mo>&lt;</mo><mi>i</mi><mo>&gt;</mo>"),
+        (r"$\color{" + '"onclick=alert(1)' + "}x$", "<mrow></mrow><mi>x</mi>"),
+    ],
+)
+def test_mathematics_between_its_marks_is_mathml_and_all_else_stays(text: str, shown: str) -> None:
+    assert shown in render(text)
+
+
+@pytest.mark.parametrize("text", ["$a ", r"\( ", r"\[", "$$", "$$\n", "x$", "$x $", r"\begin{align}" + "\n", "$x^{"])
+def test_marks_of_mathematics_take_time_in_proportion_to_their_number(text: str) -> None:
+    def seconds(count: int) -> float:
+        began = perf_counter()
+        render_blocks(text * count)
+        return perf_counter() - began
+
+    assert min(seconds(2000) for _ in range(3)) < 10 * min(seconds(500) for _ in range(3)) + 0.1
 
 
 # ---- the tree

@@ -198,6 +198,24 @@ def test_code_shows_its_language_and_is_copied_from_a_head_that_stays(visit: Vis
     assert page.evaluate("navigator.clipboard.readText()").strip() == lines
 
 
+def test_formulas_are_drawn_and_the_text_around_them_is_not(visit: Visit, real: Running) -> None:
+    page = visit.page
+    visit.settings(max_tokens=600)
+    wide = " + ".join(f"x_{{{at}}}" for at in range(80))
+    formula = f"$$\n\\frac{{a}}{{b}}\n= {wide}\n$$"
+    with saying(real, f"Costs $5, and $x^2$ is\n\n{formula}\n\nso \\(<img src=x onerror=alert(1)>\\) $\\frac{{$."):
+        visit.say("A formula, please.")
+    assert page.locator(".assistant math").count() == 3 and page.locator(".assistant math[display=block]").count() == 1
+    shown = page.inner_text(".assistant .body")
+    assert "Costs $5, and " in shown and "$\\frac{$" in shown and "$$" not in shown
+    over, under = (page.locator(f".assistant mfrac > :nth-child({one})").bounding_box() for one in (1, 2))
+    assert over["y"] + over["height"] <= under["y"] + 1, "the browser draws a fraction"
+    square = page.locator(".assistant msup > mn").first.bounding_box()
+    assert square["height"] < page.locator(".assistant msup > mi").first.bounding_box()["height"] + 5
+    page.set_viewport_size({"width": 390, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "a wide formula scrolls by itself"
+
+
 def begun(visit: Visit, server: Running, **settings: Any) -> str:
     """The address of a conversation without messages, which the page shows."""
     with server.client() as client:

@@ -19,12 +19,19 @@ from pygments.lexer import Lexer
 from pygments.lexers import get_lexer_by_name
 from pygments.util import ClassNotFound
 
+from lmstate.serve.conversations import tex
+from lmstate.serve.conversations.markdown_math import use_math
+
 # Headings are shown one level below those of the page; images would be requests to other origins, so there are none.
 TAGS = {
     *("p", "h2", "h3", "h4", "h5", "h6", "ul", "ol", "li", "blockquote", "hr", "br", "pre", "code", "span"),
     *("em", "strong", "s", "a", "table", "thead", "tbody", "tr", "th", "td", "div"),
+    *tex.TAGS,
 }
-ATTRIBUTES = {"a": {"href", "title"}, "ol": {"start"}, **{tag: {"class"} for tag in ("span", "code", "pre", "div")}}
+ATTRIBUTES = {
+    "a": {"href", "title"}, "ol": {"start"}, **{tag: {"class"} for tag in ("span", "code", "pre", "div")},
+    **tex.ATTRIBUTES,
+}  # fmt: skip
 # Characters of a code block and of a line in one that is highlighted, and seconds that it may take: many lexers need
 # time that grows with the square of a line. Code that is longer, or takes longer, is shown plain.
 MOST_HIGHLIGHTED, LONGEST_LINE, HIGHLIGHT_SECONDS = 50_000, 1_000, 0.5
@@ -35,7 +42,7 @@ INTERVAL, SHARE = 0.06, 8  # seconds between two renderings of a growing text, a
 @cache
 def _parser() -> MarkdownIt:
     parser = MarkdownIt("commonmark", {"html": False, "highlight": _highlighted}).enable(["table", "strikethrough"])
-    return parser.disable("image")
+    return use_math(parser.disable("image"))
 
 
 def _highlighted(code: str, language: str, _: str) -> str:
