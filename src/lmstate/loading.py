@@ -59,7 +59,8 @@ def load(
     (Peng et al. 2023), which costs short texts some quality; less is a limit for the server and the command line.
     parallel: the number of processes that share the weights and the state, on the CPU; each computes a part of every
     product, and the results are the same to the bit. The others are started here, end with the model, and take their
-    shares of the threads. See docs/devices.md. parallel_timeout: the seconds after which a process that does not answer
+    shares of the threads; or torchrun has started them: then this returns in rank 0 alone, and the others end with the
+    model by `SystemExit`. See docs/devices.md. parallel_timeout: the seconds after which a process that does not answer
     ends the model with a `RanksError`.
     Raises `ModelError` (a `ValueError`) for a checkpoint that is damaged or not supported, `OSError` for files that are
     missing or cannot be fetched.
@@ -86,6 +87,10 @@ def load(
             f"parallel={parallel} was asked for with training, adapters, heads or a device: a model over several "
             "processes has none of these, and is on the CPU"
         )
+    if parallel > 1:
+        from lmstate.distributed.given import join, lead
+
+        join(parallel)
     opened, tokenizer, defaults = open_checkpoint(
         name, weights, dtype, placement, heads=own, activations=activations, context_size=context_size
     )
@@ -95,9 +100,8 @@ def load(
         model = open_model(opened, trainable, lora, adapter, merge)
     elif parallel > 1:
         from lmstate.distributed.open import open_parallel
-        from lmstate.distributed.ranks import start
 
-        model = open_parallel(opened, start(parallel, parallel_timeout))
+        model = open_parallel(opened, lead(parallel, parallel_timeout))
     else:
         model = build(opened)
     if not isinstance(heads, bool):

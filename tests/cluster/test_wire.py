@@ -27,7 +27,7 @@ from lmstate.cluster.wire import (
 )
 from lmstate.engine import Drained, Engine, EngineClosed, QueueFull, SessionBusy
 from lmstate.engine.results import NoReplica, SessionMoved
-from lmstate.errors import RewindError, UnsupportedError
+from lmstate.errors import RanksError, RewindError, UnsupportedError
 from lmstate.vision.reader import PicturePrompt
 from tests.cluster.helpers import fleet
 from tests.cluster.test_front import GIVEN, check
@@ -85,6 +85,7 @@ def test_errors_keep_their_class_and_no_other_text_leaves() -> None:
     assert isinstance(drained, Drained) and (drained.answered, drained.seed) == ([[3]], 7)
     assert isinstance(moved, SessionMoved) and moved.generation == 4
     assert isinstance(error_of_wire(error_to_wire(RewindError("back"))), lmstate.StateError)
+    assert isinstance(error_of_wire(error_to_wire(RanksError("a process ended"))), ReplicaLost)  # it goes on elsewhere
     assert "secret" not in str(error_of_wire(error_to_wire(KeyError("secret"))))
 
 

@@ -9,9 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import lmstate
+from lmstate.cluster.replica import EngineReplica, ReplicaSpec
 from lmstate.distributed.model import ParallelModel
 from lmstate.engine import EngineClosed
 from lmstate.errors import ModelError, RanksError
@@ -154,6 +156,16 @@ def test_an_engine_that_rests_notices_that_a_process_has_died(folder: Path) -> N
         wait_until(lambda: "closed" in repr(engine))
         with pytest.raises(EngineClosed, match="over 2 processes was lost"):
             engine.submit([1])
+
+
+def test_a_replica_over_processes_is_not_healthy_without_one(folder: Path) -> None:
+    spec = ReplicaSpec(str(folder), weights="float32", parallel=2)
+    replica = EngineReplica(0, msgspec.json.encode(spec))
+    replica.check_health()
+    os.kill(followers()[0], signal.SIGKILL)
+    wait_until(lambda: replica.engine.failure is not None)
+    with pytest.raises(EngineClosed):
+        replica.check_health()
 
 
 def test_the_others_end_with_rank_0(folder: Path) -> None:

@@ -160,9 +160,24 @@ Device = Annotated[
         "bytes, cuda:0=20,cpu=12 as given; auto fills the GPUs first.",
     ),
 ]  # fmt: skip
+
+
+def _join_ranks(parallel: int) -> int:
+    """In a process that torchrun started beside the first: compute for that one, and end with it."""
+    if parallel > 1 and os.environ.get("RANK", "0") != "0":
+        from lmstate.distributed.given import join
+
+        join(parallel)
+    return parallel
+
+
 Parallel = Annotated[
-    int, typer.Option("--parallel", metavar="N", min=1, help="Share weights and state over N processes of the CPU.")
-]
+    int,
+    typer.Option(
+        "--parallel", metavar="N", min=1, callback=_join_ranks,
+        help="Share weights and state over N processes of the CPU, started here or by torchrun.",
+    ),
+]  # fmt: skip
 Draft = Annotated[
     str,
     typer.Option(

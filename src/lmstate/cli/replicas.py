@@ -55,6 +55,7 @@ def replicated(model: str, replicas: int, address: str | None, how: EngineOption
             adapter=None if how.adapter is None else str(how.adapter),
             context_size=how.context_size,
             device=how.device,
+            parallel=how.parallel,
             draft=how.draft,
             kv_bits=None if how.kv is None else how.kv.bits,
             rows=how.rows,

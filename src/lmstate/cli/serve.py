@@ -144,6 +144,7 @@ def serve(
     ctx_size: options.ContextSize = None,
     threads: options.Threads = None,
     device: options.Device = None,
+    parallel: options.Parallel = 1,
     draft: Annotated[
         str,
         typer.Option(
@@ -223,6 +224,7 @@ def serve(
             ctx_size,
             threads,
             device,
+            parallel,
             draft,
             rows,
             memory_bytes,
@@ -255,6 +257,8 @@ def serve(
         gc.freeze()
         with suppress(SystemExit):  # uvicorn's, where it could not start and has said why
             server.run()
+    if (lost := server.failure) is not None:
+        raise lost
     if not server.started:
         raise OSError(f"cannot serve on {host}:{port}")
 

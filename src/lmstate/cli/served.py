@@ -33,6 +33,7 @@ class EngineOptions:
     context_size: int | None
     threads: str | None
     device: str | None
+    parallel: int
     draft: str
     rows: int | None
     memory: int
@@ -52,6 +53,7 @@ class EngineOptions:
             self.device,
             self.activations,
             self.context_size,
+            self.parallel,
         )
         loaded.on_part = None  # of many requests at a time no single one is followed
         return loaded

@@ -21,6 +21,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     adapter: str | None = None
     context_size: int | None = None
     device: str | None = None
+    parallel: int = 1
     draft: str = "auto"
     kv_bits: int | None = None
     rows: int | None = None
@@ -62,6 +63,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.model,
             self.weights,
             device=self.device,
+            parallel=self.parallel,
             adapter=self.adapter,
             context_size=self.context_size,
             **options,
@@ -84,6 +86,10 @@ class EngineReplica(ServedEngine):
 
     def __init__(self, rank: int, spec: bytes) -> None:
         super().__init__(msgspec.json.decode(spec, type=ReplicaSpec).engine(), rank)
+
+    def check_health(self) -> None:
+        """Raise what ended the engine: Ray starts another replica then."""
+        self.engine.refuse_closed()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """The numbers that `scaling` decides by, which Ray asks for."""

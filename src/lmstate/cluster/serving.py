@@ -29,7 +29,7 @@ from lmstate.engine.results import NoReplica, ReplicaStatus, Reuse
 from lmstate.engine.session import Record, Session, check_name
 from lmstate.engine.tiers import RecordStore, open_tier
 from lmstate.engine.tiers.fetch import PatientRecords
-from lmstate.errors import StateError, UnsupportedError
+from lmstate.errors import RanksError, StateError, UnsupportedError
 from lmstate.files.atomic import atomic_write
 from lmstate.generation.params import SamplingParams
 from lmstate.models.config import ModelConfig
@@ -248,6 +248,11 @@ class ServingFront(Front):
     def stored_records(self) -> RecordStore | None:
         """Records of others than sessions in the store, for callers that can wait; None without a store."""
         return None if self._tier is None else PatientRecords(self._tier.stored)
+
+    @property
+    def failure(self) -> RanksError | None:
+        """None: a replica whose model was lost is replaced."""
+        return None
 
     @property
     def unstored(self) -> int:

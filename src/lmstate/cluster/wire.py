@@ -23,7 +23,7 @@ from lmstate.engine.results import (
     StoreUnreachable,
 )
 from lmstate.engine.session import SessionBusy
-from lmstate.errors import CapacityError, SnapshotError, StateError, UnsupportedError
+from lmstate.errors import CapacityError, RanksError, SnapshotError, StateError, UnsupportedError
 from lmstate.generation.grammar import Grammar
 from lmstate.generation.logprobs import TokenLogprob
 from lmstate.generation.params import SamplingParams
@@ -310,6 +310,8 @@ def news_of_wire(news: WireNews) -> Told:
 
 def error_to_wire(error: BaseException) -> WireError:
     """Other errors than the known ones go as an EngineError that tells their class: their text may hold a prompt."""
+    if isinstance(error, RanksError):
+        return WireError("ReplicaLost", str(error))
     if isinstance(error, Drained):
         return WireError("Drained", str(error), error.answered, error.seed)
     if isinstance(error, SessionMoved):

@@ -8,8 +8,9 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -166,24 +167,29 @@ def loaded(channel: RankChannel, group: Collectives) -> Follower | None:
     return Follower(group, model, widths)
 
 
-def main(descriptor: int, data: int) -> NoReturn:
-    """Load and follow, with sockets for commands and for tensors. An error is told to it on the way out."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; rank 0 decides
-    channel = RankChannel(socket.socket(fileno=descriptor))
+def followed(channel: RankChannel, data: socket.socket) -> int:
+    """Load and follow, with sockets for commands and for tensors, until the first is closed. Returns the exit code.
+
+    An error is told to rank 0 on the way out. Signals that end a program wait for rank 0, which decides.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         channel.send("here")
         if (message := channel.receive()) is not None:
             _, rank, ranks, timeout, threads = message
             torch.set_num_threads(threads)
-            follower = loaded(channel, SocketGroup(rank, ranks, [socket.socket(fileno=data)], timeout))
+            follower = loaded(channel, SocketGroup(rank, ranks, [data], timeout))
             if follower is not None:
                 follower.follow(channel)
     except Exception as error:
         with contextlib.suppress(OSError):
             channel.send("failed", f"{type(error).__name__}: {error}")
-        os._exit(1)
-    os._exit(0)  # nothing here is to be put away
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    commands, tensors = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
+    os._exit(followed(RankChannel(commands), tensors))  # nothing here is to be put away

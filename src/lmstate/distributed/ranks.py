@@ -172,18 +172,32 @@ def start(ranks: int, timeout: float = TIMEOUT) -> Ranks:
                 passed = theirs.fileno(), other.fileno()
                 command = [sys.executable, "-m", "lmstate.distributed.follower", *map(str, passed)]
                 processes.append(subprocess.Popen(command, pass_fds=passed, env=environment, stdin=subprocess.DEVNULL))
-        for rank, channel in enumerate(channels, 1):
-            channel.set_timeout(STARTING)
-            if channel.receive() != ["here"]:
-                raise RanksError(f"process {rank} of {ranks} did not start; its own message is above")
-            channel.set_timeout(timeout)
-            channel.send("begin", rank, ranks, timeout, threads)
+        return led(channels, sockets, threads, timeout, lambda: end(processes, channels, sockets))
     except BaseException:
         end(processes, channels, sockets)
         raise
+
+
+def led(
+    channels: Sequence[RankChannel],
+    sockets: Sequence[socket.socket],
+    threads: int,
+    timeout: float,
+    close: Callable[[], None],
+) -> Ranks:
+    """The hold of ranks 1 and on, each by its channel and its socket for tensors, once all are there.
+
+    threads: that each computes on, this one too. Raises `RanksError` where one does not come up in time.
+    """
+    ranks = 1 + len(channels)
+    for rank, channel in enumerate(channels, 1):
+        channel.set_timeout(STARTING)
+        if channel.receive() != ["here"]:
+            raise RanksError(f"process {rank} of {ranks} did not start; its own message is above")
+        channel.set_timeout(timeout)
+        channel.send("begin", rank, ranks, timeout, threads)
     torch.set_num_threads(threads)
-    group = SocketGroup(0, ranks, sockets, timeout)
-    return Ranks(group, channels, lambda: end(processes, channels, sockets), timeout)
+    return Ranks(SocketGroup(0, ranks, sockets, timeout), channels, close, timeout)
 
 
 def end(

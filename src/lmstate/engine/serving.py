@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from lmstate.engine.session import SessionHost
+from lmstate.errors import RanksError
 from lmstate.language_model import DescribedModel
 from lmstate.state import SourceFeatures
 from lmstate.vision.reader import SeeingModel
@@ -69,6 +70,11 @@ class ServingEngine(SessionHost, Protocol):
 
     @property
     def unstored(self) -> int: ...
+
+    @property
+    def failure(self) -> RanksError | None:
+        """The error that its model was lost with, and all that it holds: nothing is answered any more."""
+        ...
 
     def submit(
         self,

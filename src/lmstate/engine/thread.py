@@ -118,9 +118,15 @@ class EngineThread(ABC):
         if self._closed:
             raise EngineClosed(self._why_closed())
 
+    @property
+    def failure(self) -> RanksError | None:
+        """The error that the model was lost with, if it was: the engine is closed then."""
+        return self._work.failure
+
     def _why_closed(self) -> str:
-        lost = self._work.lost
-        return CLOSED if lost is None else f"the engine was closed, for {lost}, and make another engine on it"
+        if self.failure is None:
+            return CLOSED
+        return f"the engine was closed, for {self.failure}, and make another engine on it"
 
     def orphan(self) -> None:
         """In a forked child: refuse what would wait for the engine's thread for ever."""
@@ -151,7 +157,7 @@ class EngineThread(ABC):
                     future.set_result(function(self.model))
                 except BaseException as error:
                     if isinstance(error, RanksError):
-                        self._work.lost = error
+                        self._work.failure = error
                     future.set_exception(error)
         done = self._step()
         self._close_if_lost()
@@ -162,11 +168,11 @@ class EngineThread(ABC):
         try:
             self.model.check()
         except RanksError as error:
-            self._work.lost = error
+            self._work.failure = error
         self._close_if_lost()
 
     def _close_if_lost(self) -> None:
-        if self._work.lost is not None:
+        if self._work.failure is not None:
             with self._changed:
                 self._closed = True
 

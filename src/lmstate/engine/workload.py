@@ -62,7 +62,7 @@ class Workload:
         self.peak = 0  # most bytes of rows at a time
         self.looks = 2  # steps to look at the bytes of rows after
         self.crowded = False  # rows were taken back, and nothing has ended since
-        self.lost: RanksError | None = None  # what a process of the model ended with, and so all of them
+        self.failure: RanksError | None = None  # what a process of the model ended with, and so all of them
         self.reuse, self._blocks, self._drafting, self._tell_end = reuse, blocks, drafting, ended
 
     # ---- what there is
@@ -208,10 +208,10 @@ class Workload:
     def end_all(self) -> None:
         """End all requests as they are, or with the error that lost the model."""
         for job in self.all():
-            if self.lost is None:
+            if self.failure is None:
                 self.guarded(job, self._end, job, "cancelled")
             else:
-                self.fail(job, self.lost)
+                self.fail(job, self.failure)
         self.delivery.deliver()
 
     def drain(self) -> None:
@@ -234,7 +234,7 @@ class Workload:
     def fail(self, job: Job, cause: BaseException) -> None:
         error = cause
         if isinstance(cause, RanksError):
-            self.lost = cause
+            self.failure = cause
         if not isinstance(cause, Exception):  # a panic of native code, say, which is not to end who reads the answer
             error = RuntimeError(f"{type(cause).__name__}: {cause}")
             error.__cause__ = cause

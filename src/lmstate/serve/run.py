@@ -14,6 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lmstate.engine.results import EngineClosed
+from lmstate.errors import RanksError
 from lmstate.serve.app import create_app
 from lmstate.serve.settings import Settings
 from lmstate.serve.wire.errors import ApiError
@@ -59,6 +60,14 @@ class Server(uvicorn.Server):
     def port(self) -> int:
         """Port that the server listens on; the one that was free, if 0 was asked for."""
         return int(self.servers[0].sockets[0].getsockname()[1])
+
+    @property
+    def failure(self) -> RanksError | None:
+        """The error that a model was lost with, upon which the server ends."""
+        return next((why for service in self.pool.loaded if (why := service.engine.failure) is not None), None)
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self.failure is not None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         again = self.pool.draining

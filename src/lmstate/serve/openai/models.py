@@ -113,6 +113,8 @@ async def slots(service: Service, request: Request) -> ASGIApp:
 async def health(pool: ModelPool, request: Request) -> ASGIApp:
     if pool.draining:
         return json_response({"status": "shutting down"}, 503)
+    if any(service.engine.failure for service in pool.loaded):
+        return json_response({"status": "a process of the model has ended"}, 503)
     unstored = sum(service.engine.unstored for service in pool.loaded)
     return json_response(
         {"status": "ok", "stored": False, "sessions_unstored": unstored} if unstored else {"status": "ok"}

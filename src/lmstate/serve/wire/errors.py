@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from lmstate.errors import CapacityError, GrammarError, ModelError, StateError
+from lmstate.errors import CapacityError, GrammarError, ModelError, RanksError, StateError
 from lmstate.serve.wire.tenants import caller
 
 # Status -> the `type` of the error object, in OpenAI's and in Anthropic's words.
@@ -90,6 +90,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(message, 429, code="queue_full", retry_after=1)
     if isinstance(error, NoReplica):
         return ApiError(str(error), 503, code="no_replica", retry_after=5)
+    if isinstance(error, RanksError):
+        return ApiError("a process of the model has ended: the server ends too", 503, code="model_lost", retry_after=5)
     if isinstance(error, EngineClosed | Drained):
         return ApiError("the server is shutting down", 503, code="shutting_down", retry_after=5)
     if isinstance(error, StoreUnreachable) and not _disk_is_full(error.__cause__):

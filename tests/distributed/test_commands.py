@@ -1,0 +1,117 @@
+"""The program over processes: those that it starts, and those that torchrun does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+import lmstate
+from tests.distributed.test_processes import LONG, followers, gone
+from tests.serve.running import save_tiny
+
+HOWS = ["spawned", "torchrun"]
+ASKED = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+
+
+def command(how: str, *arguments: str) -> list[str]:
+    """`lmstate` over two processes."""
+    ran = [sys.executable, "-m"]
+    if how == "torchrun":
+        ran += ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    return [*ran, "lmstate", *arguments, "--parallel", "2", "--weights", "float32"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("model"))
+
+
+@contextmanager
+def serving(how: str, tiny: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client, list[int]]]:
+    """A server, a client of it, and the ids of its other processes."""
+    asked = command(how, "serve", str(tiny), "--port", "0", "--threads", "1", *options)
+    with subprocess.Popen(asked, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stderr is not None
+            line = ""
+            while " at http://" not in line:
+                line = server.stderr.readline()
+                assert line, "the server ended"
+            url = line.partition(" at ")[2].split()[0]
+            others = followers(server.pid) if how == "spawned" else workers(server.pid)
+            with httpx.Client(base_url=url, timeout=LONG) as client:
+                yield server, client, others
+        finally:
+            server.terminate()  # torchrun ends its processes then
+            try:
+                server.wait(LONG)
+            except subprocess.TimeoutExpired:
+                server.kill()
+
+
+def workers(agent: int) -> list[int]:
+    """Ids of the processes of torchrun that are not rank 0."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            given = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if parent == agent and b"RANK=1" in given:
+            found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_server_answers_as_one_process_and_ends_whole(how: str, tiny: Path, tmp_path: Path) -> None:
+    """What a server of two processes stored, one of one process goes on with."""
+    with serving(how, tiny, "--store", str(tmp_path)) as (server, client, others):
+        assert len(others) == 1 and client.get("/health").json() == {"status": "ok"}
+        said = client.post("/v1/chat/completions", json=ASKED).raise_for_status().json()
+        server.send_signal(signal.SIGTERM)
+        server.wait(LONG)
+        assert gone(others)
+    with lmstate.Engine(lmstate.load(tiny, weights="float32"), store=tmp_path) as engine:
+        got = engine.submit(ASKED["messages"], max_new_tokens=12, ignore_eos=True).result(LONG)
+    assert got.texts == [said["choices"][0]["message"]["content"]]
+    assert got.usage.reuse.tier == "folder"
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_server_ends_with_a_process_of_its_model(how: str, tiny: Path) -> None:
+    with serving(how, tiny) as (server, _, others):
+        os.kill(others[0], signal.SIGKILL)
+        assert server.stderr is not None
+        told = server.stderr.read()
+        assert server.wait(LONG) != 0
+        assert how == "torchrun" or "lmstate: the model over 2 processes was lost" in told
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_generate_says_what_one_process_says(how: str, tiny: Path) -> None:
+    said = []
+    for asked in (command(how, "generate", str(tiny), "Hello"), [sys.executable, "-m", "lmstate", "generate", str(tiny),
+                  "Hello", "--weights", "float32"]):  # fmt: skip
+        ran = subprocess.run([*asked, "-n", "8", "--ignore-eos"], capture_output=True, timeout=100, input=b"")
+        assert ran.returncode == 0, ran.stderr
+        said.append(ran.stdout)
+    assert said[0] == said[1] and len(said[0]) > 3
+
+
+def test_other_ranks_than_were_asked_for_are_refused(tiny: Path) -> None:
+    asked = [sys.executable, "-m", "lmstate", "generate", str(tiny), "Hello", "--parallel", "2"]
+    for changes, why in (({"WORLD_SIZE": "3"}, "gives 3 ranks"), ({"LOCAL_WORLD_SIZE": "1"}, "on several machines")):
+        given = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", **changes}
+        ran = subprocess.run(asked, env=given, capture_output=True, text=True, timeout=100)
+        assert ran.returncode == 1 and why in ran.stderr, ran.stderr
