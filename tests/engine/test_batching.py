@@ -22,6 +22,7 @@ KINDS = {
     "attention": "llama",
     "window": "mistral",
     "latent": "deepseek_v3",
+    "compressed": "deepseek_v4",
     "hybrid": "qwen3_next-dense",
     "state space": "mamba2",
 }

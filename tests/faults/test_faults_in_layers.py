@@ -15,6 +15,7 @@ KINDS = [
     "mistral",
     "deepseek_v3",
     "deepseek_v32",
+    "deepseek_v4",
     "qwen3_next",
     "mamba2",
     "mamba",

@@ -65,6 +65,23 @@ def test_any_cut_chooses_the_largest_and_the_later_of_equals(
     assert found == naive(q, weights, keys)
 
 
+@pytest.mark.parametrize("rate", [2, 3, 7])
+@pytest.mark.parametrize("piece", [1, 4, 150])
+def test_keys_of_several_tokens_are_seen_once_all_of_them_are(rate: int, piece: int) -> None:
+    q, weights, _ = draw(1, 150)
+    keys = draw(1, 150 // rate)[2]
+    found: list[list[int]] = []
+    for start in range(0, 150, piece):
+        end = min(150, start + piece)
+        places = torch.tensor([start]), torch.tensor([end - start])
+        chosen = choose_positions(q[:, start:end], weights[:, start:end], keys[:, None], *places, BUDGET, rate)
+        found += given(chosen[0])
+    for own in range(150):
+        seen = (own + 1) // rate
+        scores = (weights[0, own, :, None] * (q[0, own] @ keys[0, :seen].T).relu()).sum(0).tolist()
+        assert found[own] == sorted(sorted(range(seen), key=lambda at: (-scores[at], -at))[:BUDGET])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_ragged_rows_choose_as_each_row_alone(dtype: torch.dtype) -> None:
     q, weights, keys = draw(3, 90)

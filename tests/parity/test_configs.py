@@ -51,6 +51,9 @@ SIZES = (
     "linear_key_head_dim",
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
+    "num_experts_per_tok",
+    "o_groups",
+    "o_lora_rank",
 )
 LEARNED = ("biogpt", "gpt_neo", "opt")  # have a row of weights for each position
 ROPES = ("rope_parameters", "rope_scaling", "rope_theta")

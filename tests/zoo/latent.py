@@ -31,6 +31,17 @@ _YARN = {
 _INDEXED = {"index_n_heads": 32, "index_head_dim": 16, "index_topk": 12}
 """Heads enough that no two scores of a test are the same: of those transformers chooses by the length of the row."""
 
+_v4 = partial(
+    config, "DeepseekV4Config", num_hidden_layers=4, num_key_value_heads=1, moe_intermediate_size=24, head_dim=32,
+    partial_rotary_factor=0.25, q_lora_rank=12, n_routed_experts=8, num_experts_per_tok=3, o_groups=2, o_lora_rank=10,
+    index_n_heads=32, index_head_dim=16, index_topk=6, sliding_window=10, swiglu_limit=0.5, num_hash_layers=2,
+    compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+    layer_types=[
+        "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+        "compressed_sparse_attention",
+    ],
+)  # fmt: skip
+
 CASES = {
     "deepseek_v2": partial(_config, "DeepseekV2Config", topk_method="group_limited_greedy", routed_scaling_factor=3.0),
     "deepseek_v2-greedy": partial(
@@ -68,6 +79,12 @@ CASES = {
     "hy_v4-streams": partial(
         _config, "HYV4Config", hc_mult=2, hc_magnitude=1.5, n_group=1, topk_group=1, swiglu_limit=0.5,
         **{**_INDEXED, "index_topk": 40}, rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "deepseek_v4": _v4,
+    "deepseek_v4-yarn": partial(
+        _v4, index_topk=40, hc_mult=2, o_groups=3, sliding_window=1, num_hash_layers=0,
+        compress_rates={"compressed_sparse_attention": 3, "heavily_compressed_attention": 7},
+        rope_parameters={key: value for key, value in _YARN.items() if key != "rope_theta"},
     ),
     "minicpm3": partial(_config, "MiniCPM3Config"),
     "minicpm3-plain": partial(

@@ -2,10 +2,17 @@
 
 from lmstate.state.blocks import BlockPool
 from lmstate.state.kv.eviction.latent import EvictingLatentState
-from lmstate.state.kv.factory import attention_state, indexed_latent_state, keeping_all, latent_state
+from lmstate.state.kv.factory import (
+    attention_state,
+    compressed_state,
+    indexed_latent_state,
+    keeping_all,
+    latent_state,
+)
 from lmstate.state.layers.attention import AttentionState, KeyValueState
 from lmstate.state.layers.base import LayerState, Layout
 from lmstate.state.layers.composite import CompositeState
+from lmstate.state.layers.compressed import CompressedState, Pooling, WindowedVectors
 from lmstate.state.layers.cross import CrossState
 from lmstate.state.layers.latent import IndexKeys, LatentState
 from lmstate.state.layers.recurrent import RecurrentState
@@ -22,6 +29,7 @@ __all__ = [
     "AttentionState",
     "BlockPool",
     "CompositeState",
+    "CompressedState",
     "CrossState",
     "EvictingLatentState",
     "IndexKeys",
@@ -31,6 +39,7 @@ __all__ = [
     "Layout",
     "Media",
     "MediaSpan",
+    "Pooling",
     "RecurrentState",
     "RowOpening",
     "SharedState",
@@ -39,7 +48,9 @@ __all__ = [
     "SourceFeatures",
     "State",
     "Step",
+    "WindowedVectors",
     "attention_state",
+    "compressed_state",
     "indexed_latent_state",
     "keeping_all",
     "latent_state",

@@ -25,6 +25,7 @@ class Extras(TypedDict, total=False):
     """Tensors of a step that the model's embedding hook leaves for its blocks, in addition to the stream."""
 
     embedding: Tensor  # float32 [R, T, E], of the tokens (Zamba2)
+    tokens: Tensor  # int64 [R, T], by which experts are chosen (DeepSeek-V4)
     per_layer_inputs: Tensor  # float32 [R, T, L, P], one vector for each of L blocks (Gemma 3n, Gemma 4)
 
 

@@ -24,6 +24,7 @@ MOST_SHARDS = 4096
 MOST_TEMPLATE = 2**22  # bytes
 POOLINGS = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"}  # sentence-transformers' names
 FLOATS = ("float32", "float16", "bfloat16")
+TABLES = (".tid2eid",)  # of whole numbers: the experts of each token (DeepSeek-V4)
 
 
 class CheckpointFolder:
@@ -93,7 +94,8 @@ class CheckpointFolder:
         if self._is_fp8(name):
             return self._dequantized(name)
         blocks = self._mxfp4 and name.endswith(mxfp4.PARTS) and self._dtype(name) == "uint8"
-        if self._dtype(name) not in FLOATS and not blocks:
+        table = name.endswith(TABLES) and self._dtype(name) in ("int64", "int32")
+        if self._dtype(name) not in FLOATS and not blocks and not table:
             raise ModelError(
                 f"tensor {name!r} of {self.path} holds {self._dtype(name)} numbers; lmstate reads checkpoints of "
                 f"{', '.join(FLOATS)}. A quantized checkpoint of this kind needs converting to one of those first"

@@ -47,6 +47,7 @@ FAMILIES = {
     "deepseek_v2": "deepseek",
     "deepseek_v3": "deepseek",
     "deepseek_v32": "deepseek",
+    "deepseek_v4": "deepseek_v4",
     "diffllama": "diffllama",
     "dots1": "dots1",
     "ernie4_5": "llama",

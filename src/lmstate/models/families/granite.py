@@ -108,7 +108,7 @@ def shared_mlp(w: WeightLoader, prefix: str, hidden: int, inner: int, act: str) 
     )
 
 
-def granite_experts(w: WeightLoader, prefix: str, count: int, hidden: int, inner: int, act: str) -> list[FeedForward]:
+def granite_experts(w: WeightLoader, prefix: str, count: int, hidden: int, inner: int, act: str) -> list[MLP]:
     """Experts in one tensor each for their ways in and out, under two names; GGUF has them one by one."""
     if not w.has(f"{prefix}.input_linear.weight"):
         return b.experts(w, f"{prefix}.experts", count, hidden, inner, act)

@@ -59,7 +59,7 @@ def build(w: WeightLoader) -> Model:
         w.expect(name, (count, *reversed(size)))
         return w.derived(f"{name}[{index}]", name, make=transposed, shape=size)
 
-    def experts(prefix: str) -> list[FeedForward]:
+    def experts(prefix: str) -> list[MLP]:
         if w.has(f"{prefix}.0.gate_proj.weight"):  # as GGUF has them
             return b.experts(w, prefix, count, shape.hidden, inner, act)
         return [

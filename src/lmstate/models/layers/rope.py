@@ -102,6 +102,10 @@ class Rope:
         positions = step.axis_positions[list(self.axes)].movedim(0, -1).contiguous()  # [R, T, rot / 2]
         return self._turned(positions, frequencies, scale)
 
+    def tables(self, positions: Tensor) -> ops.RopeTables:
+        """Tables of positions `[R, T]` that are not those of a step, of a rope that no length of a text changes."""
+        return self._turned(positions[..., None], self.frequencies, self.scale)
+
     def _turned(self, positions: Tensor, frequencies: Tensor, scale: float | Tensor) -> ops.RopeTables:
         """Tables `[.., rot / 2]` of positions `[.., 1]`, or of one for each frequency."""
         angles = positions.float() * frequencies

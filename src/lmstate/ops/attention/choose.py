@@ -22,7 +22,9 @@ GATHERED = 1 << 23
 
 
 @torch.no_grad()
-def choose_positions(q: Tensor, weights: Tensor, keys: Stored, starts: Tensor, counts: Tensor, budget: int) -> Tensor:
+def choose_positions(
+    q: Tensor, weights: Tensor, keys: Stored, starts: Tensor, counts: Tensor, budget: int, rate: int = 1
+) -> Tensor:
     """The positions that new tokens attend to: int64 `[R, T, k]` in ascending order, then -1; k = min(budget, S).
 
     q              [R, T, Hi, Di]
@@ -30,6 +32,8 @@ def choose_positions(q: Tensor, weights: Tensor, keys: Stored, starts: Tensor, c
     keys           [R, 1, S, Di]    blocks, or position p in slot p; new tokens are already stored
     starts, counts [R] int64        query i < counts[r] of row r stands at position starts[r] + i and sees the positions
                                     up to its own
+    rate                            of keys that stand for so many tokens each: a query sees those whose tokens all
+                                    stand before it, or are its own
 
     Natively a score is summed in one order, so that a choice is the same however the text is cut.
     """
@@ -41,14 +45,14 @@ def choose_positions(q: Tensor, weights: Tensor, keys: Stored, starts: Tensor, c
     for first in range(0, max(q.shape[1], 1), tokens):
         some, offsets = slice(first, first + tokens), (starts + first, (counts - first).clamp(0, tokens))
         if native is not None:
-            parts.append(native.choose(q[:, some], weights[:, some], keys, *offsets, budget))
+            parts.append(native.choose(q[:, some], weights[:, some], keys, *offsets, budget, rate))
         else:
-            parts.append(choose_positions_reference(q[:, some], weights[:, some], keys, *offsets, budget))
+            parts.append(choose_positions_reference(q[:, some], weights[:, some], keys, *offsets, budget, rate))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def choose_positions_reference(
-    q: Tensor, weights: Tensor, keys: Stored, starts: Tensor, counts: Tensor, budget: int
+    q: Tensor, weights: Tensor, keys: Stored, starts: Tensor, counts: Tensor, budget: int, rate: int = 1
 ) -> Tensor:
     stored = dense(keys)[:, 0].to(q.dtype)  # [R, S, Di]
     size, device = stored.shape[1], stored.device
@@ -57,12 +61,23 @@ def choose_positions_reference(
         scores += weights[:, :, head, None] * (q[:, :, head] @ stored.mT).relu()
     offsets, places = torch.arange(q.shape[1], device=device), torch.arange(size, device=device)
     own = (starts.to(device)[:, None] + offsets)[..., None]  # [R, T, 1]
-    hidden = (places > own) | (offsets >= counts.to(device)[:, None])[..., None]
+    hidden = (places >= (own + 1) // rate) | (offsets >= counts.to(device)[:, None])[..., None]
     # From the last position on: a stable sort keeps the order of those whose scores are the same.
     order = scores.masked_fill(hidden, float("-inf")).flip(-1).sort(dim=-1, descending=True, stable=True).indices
     chosen = size - 1 - order[..., : min(budget, size)]
     chosen = chosen.masked_fill(hidden.gather(-1, chosen), size).sort(dim=-1).values
     return chosen.masked_fill(chosen == size, -1)
+
+
+def gather_positions(stored: Stored, places: Tensor) -> Tensor:
+    """Vectors at positions int64 `[R, N]` of what is stored, `[R, 1, S, D]` -> `[R, N, D]`; zeros where one is -1."""
+    body = dispatch.native(stored)
+    if body is not None and stored.shape[1] == 1:
+        return body.choosing.gather(stored, places.contiguous())
+    held = dense(stored)[:, 0]
+    index = (places.clamp(min=0) % max(held.shape[1], 1)).to(held.device)[..., None]
+    found = held.gather(1, index.expand(-1, -1, held.shape[2]))
+    return found.masked_fill((places < 0).to(held.device)[..., None], 0)
 
 
 def attend_chosen(
@@ -84,9 +99,8 @@ def attend_chosen(
 
     They are put side by side, so that what is read and computed follows their number.
     """
-    body = dispatch.native(q_latent, q_rope, latent, rope_key)
-    if body is None or latent.shape[1] != 1:
-        stored = [dense(part)[:, 0] for part in (latent, rope_key)]
+    if dispatch.native(q_latent, q_rope, latent, rope_key) is None:
+        latent, rope_key = dense(latent), dense(rope_key)
     rows, width, heads, _ = q_latent.shape
     counts = (chosen >= 0).sum(-1)  # [R, T]
     parts = []
@@ -94,11 +108,7 @@ def attend_chosen(
     for first in range(0, max(width, 1), tokens):
         some = slice(first, first + tokens)
         picked, count = chosen[:, some].flatten(1), counts[:, some].flatten()
-        if body is not None:
-            both = [body.choosing.gather(part, picked.contiguous()) for part in (latent, rope_key)]
-        else:
-            index = picked.clamp(min=0)[..., None]
-            both = [part.gather(1, index.expand(-1, -1, part.shape[2])) for part in stored]
+        both = [gather_positions(part, picked) for part in (latent, rope_key)]
         # A row of its own for each query, which stands at the last of what it sees.
         both = [part.unflatten(1, (-1, chosen.shape[2])).flatten(0, 1) for part in both]  # [R * t, k, ..]
         query, query_rope = (q[:, some].flatten(0, 1)[:, None] for q in (q_latent, q_rope))

@@ -28,7 +28,9 @@ class ChoosingBodies:
             and q.stride(3) == weights.stride(2) == keys.stride(3) == 1
         )
 
-    def choose(self, q: Tensor, weights: Tensor, keys: Stored, starts: Tensor, counts: Tensor, budget: int) -> Tensor:
+    def choose(
+        self, q: Tensor, weights: Tensor, keys: Stored, starts: Tensor, counts: Tensor, budget: int, rate: int = 1
+    ) -> Tensor:
         """`ops.attention.choose.choose_positions`."""
         rows, tokens, heads, dim = q.shape
         slots = keys.shape[2]
@@ -48,6 +50,7 @@ class ChoosingBodies:
             tokens=tokens, heads=heads, dim=dim, slots=slots, budget=budget, q_row=q_row, q_token=q_token,
             q_head=q_head, w_row=w_row, w_token=w_token, key_row=keys.stride(0), key_slot=keys.stride(2),
             table_row=table_row, block=block, kind=KINDS[keys.dtype], threads=torch.get_num_threads(),
+            rate=rate,
         )  # fmt: skip
         status = self._choose(arguments)
         if status < 0:

@@ -18,6 +18,7 @@ from lmstate.state.kv.quantized.attention import (
 from lmstate.state.kv.quantized.blocks import BlockState
 from lmstate.state.layers.attention import AttentionState, KeyValueState
 from lmstate.state.layers.base import Layout
+from lmstate.state.layers.compressed import CompressedState, Pooling, WindowedVectors
 from lmstate.state.layers.latent import IndexedLatentState, LatentState, Shift
 
 
@@ -95,6 +96,29 @@ def indexed_latent_state(
     return IndexedLatentState(
         layout, latent_dim, rope_dim, index_dim, rotate_by=rotate_by, rotate_index_by=rotate_index_by
     )
+
+
+def compressed_state(
+    layout: Layout, width: int, window: int, pooling: Pooling | None = None
+) -> CompressedState | WindowedVectors:
+    """The state of a layer that attends to a window of vectors, and to compressed entries where there is `pooling`.
+
+    Raises `UnsupportedError` for static states, and for policies that forget or quantize.
+    """
+    if layout.kv is not None and not isinstance(layout.kv, Dense):
+        raise UnsupportedError(
+            f"kv={layout.kv} was asked for; a layer of this model keeps a window of keys and compressed entries, which "
+            "no policy shortens or quantizes: use Dense(), or leave kv out"
+        )
+    if layout.static:
+        raise UnsupportedError(
+            "static=True was asked for; a layer of this model compresses tokens as they come, and has no static form: "
+            "leave static out"
+        )
+    layout = stored_as(layout, layout.kv)
+    if pooling is None:
+        return WindowedVectors(layout, "k", width, window)
+    return CompressedState(layout, width, window, pooling)
 
 
 def keeping_all(layout: Layout) -> Layout:

@@ -1,7 +1,8 @@
-"""The state of a layer that runs some tokens behind its row: its first entry is of a later token than the row's."""
+"""States of layers whose positions are not the tokens': they run some tokens behind, or have one for several tokens."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
@@ -18,7 +19,59 @@ class PlanSlot:
     decode_plan: object = None
 
 
-class DelayedState(CompositeState):
+class MovedState(CompositeState):
+    """Layer states that have `own_length(n)` positions of a row of n tokens, which never shrinks as n grows."""
+
+    @abstractmethod
+    def own_length(self, length: int) -> int:
+        """Number of positions that the members have of a row of this length."""
+
+    @abstractmethod
+    def first_length(self, position: int) -> int:
+        """The least length of a row of which they have so many positions."""
+
+    def step(self, step: Step) -> Step:
+        """A step, or a part of one, as the members see it."""
+
+        def make() -> Step:
+            starts = tuple(map(self.own_length, step.starts))
+            counts = tuple(self.own_length(end) - start for start, end in zip(starts, step.ends))
+            return step.part(starts, counts)
+
+        return step.cached((type(self), self.key), make)
+
+    @property
+    @abstractmethod
+    def key(self) -> int:
+        """Number that two of a class share if they see steps alike."""
+
+    def reserve(self, step: Step) -> None:
+        super().reserve(self.step(step))
+
+    def commit(self, step: Step, accepted: tuple[int, ...], changes: Changes) -> None:
+        own = self.step(step)
+        ends = (start + count for start, count in zip(step.starts, accepted))
+        counts = tuple(self.own_length(end) - start for start, end in zip(own.starts, ends))
+        super().commit(own, counts, changes)
+
+    def earliest_rewind(self, row: int, length: int) -> int:
+        earliest = super().earliest_rewind(row, self.own_length(length))
+        return self.first_length(earliest) if earliest else 0
+
+    def rewind(self, row: int, length: int, to: int, changes: Changes) -> None:
+        super().rewind(row, self.own_length(length), self.own_length(to), changes)
+
+    def add_row(self, length: int, tensors: Mapping[str, Tensor], changes: Changes) -> None:
+        super().add_row(self.own_length(length), tensors, changes)
+
+    def capture(self, row: int, length: int) -> Mapping[str, Tensor]:
+        return super().capture(row, self.own_length(length))
+
+    def restore(self, row: int, length: int, tensors: Mapping[str, Tensor], changes: Changes) -> None:
+        super().restore(row, self.own_length(length), tensors, changes)
+
+
+class DelayedState(MovedState):
     """Layer states that do not see the first `delay` tokens of a row: token p is their position `p - delay`.
 
     A multi-token prediction head reads a token together with what was made of the one before it, and there is nothing
@@ -30,49 +83,42 @@ class DelayedState(CompositeState):
         self.delay = delay
         self.whole, self.remembering = PlanSlot(), PlanSlot()
 
-    def step(self, step: Step) -> Step:
-        """A step, or a part of one, as the members see it."""
+    @property
+    def key(self) -> int:
+        return self.delay
 
-        def make() -> Step:
-            starts = tuple(map(self._length, step.starts))
-            counts = tuple(self._length(end) - start for start, end in zip(starts, step.ends))
-            return step.part(starts, counts)
-
-        return step.cached(("delayed", self.delay), make)
-
-    def _length(self, length: int) -> int:
+    def own_length(self, length: int) -> int:
         return max(0, length - self.delay)
 
-    def reserve(self, step: Step) -> None:
-        super().reserve(self.step(step))
-
-    def commit(self, step: Step, accepted: tuple[int, ...], changes: Changes) -> None:
-        own = self.step(step)
-        ends = (start + count for start, count in zip(step.starts, accepted))
-        counts = tuple(self._length(end) - start for start, end in zip(own.starts, ends))
-        super().commit(own, counts, changes)
-
-    def earliest_rewind(self, row: int, length: int) -> int:
-        earliest = super().earliest_rewind(row, self._length(length))
-        return earliest + self.delay if earliest else 0
-
-    def rewind(self, row: int, length: int, to: int, changes: Changes) -> None:
-        super().rewind(row, self._length(length), self._length(to), changes)
-
-    def add_row(self, length: int, tensors: Mapping[str, Tensor], changes: Changes) -> None:
-        super().add_row(self._length(length), tensors, changes)
-
-    def capture(self, row: int, length: int) -> Mapping[str, Tensor]:
-        return super().capture(row, self._length(length))
-
-    def restore(self, row: int, length: int, tensors: Mapping[str, Tensor], changes: Changes) -> None:
-        super().restore(row, self._length(length), tensors, changes)
+    def first_length(self, position: int) -> int:
+        return position + self.delay
 
     def kept(self, row: int, length: int) -> list[list[int]]:
-        return [[place + self.delay for place in head] for head in super().kept(row, self._length(length))]
+        return [[place + self.delay for place in head] for head in super().kept(row, self.own_length(length))]
 
     def drop(self, row: int, length: int, start: int, stop: int, changes: Changes) -> None:
-        first, own = self._length(start), self._length(length)
+        first, own = self.own_length(start), self.own_length(length)
         last = min(first + stop - start, own)
         if first < last:
             super().drop(row, own, first, last, changes)
+
+
+class PooledState(MovedState):
+    """Layer states with a position for each `rate` tokens of a row, written when the last of them is there."""
+
+    def __init__(self, members: Sequence[LayerState], rate: int):
+        super().__init__(members)
+        self.rate = rate
+
+    @property
+    def key(self) -> int:
+        return self.rate
+
+    def own_length(self, length: int) -> int:
+        return length // self.rate
+
+    def first_length(self, position: int) -> int:
+        return position * self.rate
+
+    def refuses_drop(self, row: int) -> str | None:
+        return f"an entry of it stands for {self.rate} tokens, at fixed positions"

@@ -87,8 +87,7 @@ class IndexKeys(SlotState):
 
     def store_index(self, keys: Tensor, step: Step) -> None:
         """Store the new tokens' rotated keys `[R, T, Di]`."""
-        new, held = keys.detach()[:, :, None], self.stored("index")
-        ops.append(new, new, held, held, step.starts_t, step.counts_t)  # it stores pairs: this one twice
+        self.store_one("index", keys.detach(), step)
 
     def choose(self, q: Tensor, weights: Tensor, budget: int, step: Step) -> Tensor:
         """Positions `[R, T, k]` for queries `[R, T, Hi, Di]` with weights `[R, T, Hi]`: see `choose_positions`."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from lmstate import ops
 from lmstate.errors import SnapshotError
 from lmstate.ops import KVView
 from lmstate.ops.types.block_table import KVBlock, Stored
@@ -55,6 +56,11 @@ class SlotState(LayerState):
             return self.content.table(name)
         tensor = self.content.buffers[name]
         return tensor if self.buffers[name].heads else tensor[:, None]
+
+    def store_one(self, name: str, new: Tensor, step: Step) -> None:
+        """Store vectors `[R, T, D]` of a step's positions in a buffer with one of each."""
+        new, held = new[:, :, None], self.stored(name)
+        ops.append(new, new, held, held, step.starts_t, step.counts_t)  # it stores pairs: this one twice
 
     def all_stored(self) -> dict[str, Stored]:
         """Every buffer as `stored`, by name."""

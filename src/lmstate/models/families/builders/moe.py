@@ -146,7 +146,7 @@ def experts(
     inner: int,
     act: str,
     names: tuple[str, str, str] | None = None,
-) -> list[FeedForward]:
+) -> list[MLP]:
     """Gated experts: one tensor for all under `gate_up_proj` and `down_proj`, or a block of their own each.
 
     `names`: of the matrices of an expert that is stored by itself; None: whichever the checkpoint has.

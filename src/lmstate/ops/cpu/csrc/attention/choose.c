@@ -16,6 +16,7 @@ typedef struct {
   int64_t *chosen;                /* [R, T, budget]: positions in order, then -1 */
   int64_t rows, tokens, heads, dim, slots, budget;
   int64_t q_row, q_token, q_head, w_row, w_token, key_row, key_slot, table_row, block, kind, threads;
+  int64_t rate; /* tokens that a key stands for: it is seen when all of them are */
 } choose_args;
 
 enum { RUN = 64, STRIP = 4 * VL }; /* positions that lie together, and that registers hold the scores of */
@@ -104,14 +105,17 @@ static void largest(const float *scores, int64_t n, int64_t budget, int64_t *cho
   for (; found < budget; found++) chosen[found] = -1;
 }
 
+/* How many keys token t of a row sees. */
+INLINE int64_t seen(const choose_args *a, int64_t r, int64_t t) { return (a->starts[r] + t + 1) / a->rate; }
+
 /* 0; -1 where there was no memory, or 1 + the row whose start or count does not fit. */
 int64_t lmstate_choose(const choose_args *a) {
   int64_t longest = 0;
   for (int64_t r = 0; r < a->rows; r++) {
     if (a->starts[r] < 0 || a->counts[r] < 0 || a->counts[r] > a->tokens ||
-        (a->counts[r] && a->starts[r] + a->counts[r] > a->slots))
+        (a->counts[r] && seen(a, r, a->counts[r] - 1) > a->slots))
       return 1 + r;
-    if (a->counts[r] && a->starts[r] + a->counts[r] > longest) longest = a->starts[r] + a->counts[r];
+    if (a->counts[r] && seen(a, r, a->counts[r] - 1) > longest) longest = seen(a, r, a->counts[r] - 1);
   }
   const int64_t runs = (longest + RUN - 1) / RUN, width = (a->slots + RUN - 1) / RUN * RUN;
   int failed = 0;
@@ -125,10 +129,10 @@ int64_t lmstate_choose(const choose_args *a) {
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < a->rows * runs; i++) {
       const int64_t r = i / runs, first = i % runs * RUN;
-      if (!turned || !a->counts[r] || first >= a->starts[r] + a->counts[r]) continue;
+      if (!turned || !a->counts[r] || first >= seen(a, r, a->counts[r] - 1)) continue;
       transpose(a, r, first, turned);
-      for (int64_t t = first > a->starts[r] ? first - a->starts[r] : 0; t < a->counts[r]; t++)
-        if (a->starts[r] + t >= a->budget) /* else it sees no more than it may choose */
+      for (int64_t t = 0; t < a->counts[r]; t++)
+        if (seen(a, r, t) > first && seen(a, r, t) > a->budget) /* else it sees no more than it may choose */
           score_run(a, a->q + r * a->q_row + t * a->q_token, a->weights + r * a->w_row + t * a->w_token, turned,
                     a->scores + (r * a->tokens + t) * width + first);
     }
@@ -136,7 +140,7 @@ int64_t lmstate_choose(const choose_args *a) {
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < a->rows * a->tokens; i++) {
       const int64_t r = i / a->tokens, t = i % a->tokens;
-      largest(a->scores + i * width, t < a->counts[r] ? a->starts[r] + t + 1 : 0, a->budget, a->chosen + i * a->budget);
+      largest(a->scores + i * width, t < a->counts[r] ? seen(a, r, t) : 0, a->budget, a->chosen + i * a->budget);
     }
   }
   return failed ? -1 : 0;
