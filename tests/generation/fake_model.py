@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import CapacityError, UnsupportedError
-from lmstate.models.model import ModelConfig
+from lmstate.models.config import ModelConfig
 from lmstate.vision.reader import PicturePrompt
 
 EOS = 0

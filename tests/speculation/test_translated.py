@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from lmstate.generation import Generation, Sampler, generate
-from lmstate.models.model import ModelConfig
+from lmstate.models.config import ModelConfig
 from lmstate.speculation import ModelDrafter, TranslatedDrafter, make_speculator
 from lmstate.text.tokenizer import Tokenizer, TokenizerFiles
 from tests.generation.fake_model import FakeState

@@ -26,7 +26,8 @@ from lmstate.engine.options import check_length
 from lmstate.engine.prefix.picture import Prefix
 from lmstate.engine.request import Request
 from lmstate.engine.results import NoReplica, ReplicaStatus, Reuse
-from lmstate.engine.session import Record, Session, check_name
+from lmstate.engine.session import Session, check_name
+from lmstate.engine.session_record import Record
 from lmstate.engine.tiers import RecordStore, open_tier
 from lmstate.engine.tiers.fetch import PatientRecords
 from lmstate.errors import RanksError, StateError, UnsupportedError
@@ -34,7 +35,7 @@ from lmstate.files.atomic import atomic_write
 from lmstate.generation.params import SamplingParams
 from lmstate.models.config import ModelConfig
 from lmstate.models.describe import WeightTotals
-from lmstate.models.model import OPENING
+from lmstate.models.parts import OPENING
 from lmstate.speculation import DraftReport
 from lmstate.state.validate import token_ids
 from lmstate.text.grammars.compiler import GrammarCompiler

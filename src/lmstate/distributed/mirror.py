@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from torch import Tensor
 
@@ -215,11 +215,10 @@ class MirroredState(State):
         with ranks.together():
             send(ranks.group, sent)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> State:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         ranks = self.link.ranks
         with ranks.turn() as outermost:
             twin = super().__deepcopy__(memo)
-            assert isinstance(twin, MirroredState)
             twin.link = Link(ranks, self.link.heads, next(ranks.ids) if outermost else None)
             if outermost:
                 ranks.tell("copy", self.link.number, twin.link.number)

@@ -2,361 +2,40 @@
 
 from __future__ import annotations
 
-import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from threading import Lock
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from lmstate.checkpoints.hub import served_name
 from lmstate.errors import StateError, UnsupportedError
 from lmstate.generation import generate, stream
 from lmstate.generation.conversation import chat
 from lmstate.generation.transcription import transcribe
 from lmstate.language_model import Logits
-from lmstate.models.block import Block, new_layers
-from lmstate.models.compiled import STATIC_CHUNK, check_static, device_logits, mark_static, traceable
-from lmstate.models.config import ModelConfig
-from lmstate.models.describe import WeightTotals, describe
+from lmstate.models.block import Block as Block  # families name the two together
+from lmstate.models.compiled import device_logits
 from lmstate.models.embeddings import embeddings
-from lmstate.models.encoder import Encoder
-from lmstate.models.fingerprint import fingerprint
 from lmstate.models.forward import Forward, Head, Keep, Run
 from lmstate.models.heads.ahead import draft_ahead
-from lmstate.models.heads.head import DraftHead
-from lmstate.models.network import Network, in_blocks
+from lmstate.models.network import in_blocks
 from lmstate.models.stack import run_eager, run_tapped
+from lmstate.models.states import ModelStates
 from lmstate.models.tokens import Tokens, last_counts, token_rows
 from lmstate.models.trace import OnSublayer, Traced, traced_blocks
-from lmstate.ops import Norm, Weight
 from lmstate.ops.dispatch import giving_way
 from lmstate.speculation.heads_drafter import AheadDraft
-from lmstate.state import Layout, SourceFeatures, State, Step
-from lmstate.state.blocks import BlockPool
+from lmstate.state import Layout, State, Step
 from lmstate.state.inference_mode import ordinary_tensors
-from lmstate.state.kv.policies.per_layer import Policies, guarded, policies_of
-from lmstate.state.snapshot import differences
 from lmstate.state.tree import grow
 from lmstate.state.validate import flag, flags, whole_number
-from lmstate.text.grammars.compiler import GrammarCompiler
-from lmstate.text.replay import Replay
-
-if TYPE_CHECKING:
-    from lmstate.audio.listener import Listener
-    from lmstate.text.tokenizer import Tokenizer
-    from lmstate.vision.reader import PicturePrompt, PictureReader
-
-KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MOST_ROWS = 2**20  # of a state: more are a slip, and would fill the memory before anything is said
-DEVICE_CHUNK = 2048  # tokens of a row that one forward takes where each operation is a launch; `Layout.chunk` elsewhere
-OPENING = Lock()  # held while a vision tower or a feature extractor is loaded: requests may come together
 
 
 @dataclass(eq=False, repr=False)
-class Model:
+class Model(ModelStates):
     """A language model: `model(tokens, state)` -> logits. Made by `lmstate.load`."""
-
-    network: Network
-    dtype: torch.dtype = torch.float32  # of stored keys and values, and of large matrix products
-    context_size: int | None = None  # tokens that a text may have: what it was made for, unless `load` says otherwise
-    name: str = ""
-    eos_ids: frozenset[int] = frozenset()
-    defaults: dict[str, Any] = field(default_factory=dict)  # sampling that the checkpoint's makers suggest
-    notes: tuple[str, ...] = ()  # what was guessed of the checkpoint, and what is held in another storage than its own
-    folder: Path | None = None  # of the checkpoint, where it is one
-    commit: str | None = None  # of the Hub's repository that it comes from
-    _tokenizer: Tokenizer | None = None
-    _fingerprint: str | None = None
-    on_part: Callable[[int, int], None] | None = field(default=None, init=False)
-    """Called with (tokens done, tokens of the step) before each part of a long step, and at its end."""
-    _traced: tuple[Network, Network] | None = field(default=None, init=False)  # a network, and what its graphs hold
-    _pictures: PictureReader | None = field(default=None, init=False, repr=False)
-    _listener: Listener | None = field(default=None, init=False, repr=False)
-    _replay: Replay | None = field(default=None, init=False, repr=False)
-    _grammars: GrammarCompiler | None = field(default=None, init=False, repr=False)
-
-    state_type: ClassVar[type[State]] = State
-    """Class of its states."""
-
-    def __repr__(self) -> str:
-        return describe(self.name, self.network, self.context_size, self.dtype)
-
-    def check(self) -> None:
-        """Raise `RanksError` if a process of the model has ended. One in a single process is always there."""
-
-    # ---- what it computes with
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.network.config
-
-    @property
-    def embed(self) -> Weight:
-        """The embedding, `[V, E]`."""
-        return self.network.embed
-
-    @property
-    def blocks(self) -> tuple[Block, ...]:
-        return self.network.blocks
-
-    @property
-    def norm(self) -> Norm:
-        """The norm in front of the head."""
-        return self.network.norm
-
-    @property
-    def head(self) -> Weight:
-        """The head, `[V, E]`; the embedding itself where they are tied."""
-        return self.network.head
-
-    @property
-    def heads(self) -> tuple[DraftHead, ...]:
-        """The heads that draft."""
-        return self.network.heads
-
-    @property
-    def encoder(self) -> Encoder | None:
-        """The encoder of its sources, see `State.condition`; None where there are none."""
-        return self.network.encoder
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the embedding: where tokens go."""
-        return self.network.device
-
-    @property
-    def output_device(self) -> torch.device:
-        """The device of the head: where logits and hidden states come from."""
-        return self.network.output_device
-
-    @property
-    def devices(self) -> list[torch.device]:
-        """The device of each block."""
-        return self.network.devices
-
-    @property
-    def has_tokenizer(self) -> bool:
-        """Whether it came with a tokenizer."""
-        return self._tokenizer is not None
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        if self._tokenizer is None:
-            raise StateError(
-                f"{self.name or 'this model'} has no tokenizer; give token ids, or add a tokenizer.json, which "
-                "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) of transformers makes of other files"
-            )
-        return self._tokenizer
-
-    def encode(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> PicturePrompt:
-        """A conversation as tokens and pictures: `prompt.place(state, row)`, then feed `prompt.tokens`.
-
-        In a message whose content is a list, a picture is `{"type": "image", "image": bytes}`, the bytes of a PNG,
-        JPEG, WebP or GIF file. The checkpoint's vision tower is loaded with the first one (`lmstate[vision]`).
-        `variables`: as of `Tokenizer.chat_text`, which ends with the beginning of an answer. Raises `StateError` for a
-        picture that is damaged or too large, `UnsupportedError` for a model whose pictures are not read, `ModelError`
-        for a checkpoint or a chat template without what pictures need.
-        """
-        from lmstate.vision.reader import PicturePrompt, pictures_of
-
-        if not pictures_of(messages):
-            return PicturePrompt(self.tokenizer.chat(messages, **variables))
-        return self.pictures().encode(messages, **variables)
-
-    @property
-    def sees(self) -> bool:
-        """Whether it takes pictures, as far as its files tell without reading the vision tower."""
-        from lmstate.vision.tower import has_tower
-
-        return self.folder is not None and has_tower(self.folder)
-
-    def pictures(self) -> PictureReader:
-        """The reader of its pictures, opened with the first call. Raises as `encode`."""
-        from lmstate.vision.reader import PictureReader
-
-        with OPENING:
-            if self._pictures is None:
-                if self.folder is None:
-                    raise UnsupportedError("pictures are read by models of checkpoint folders that lmstate.load opened")
-                self._pictures = PictureReader.open(self.folder, self.tokenizer, self.device)
-            return self._pictures
-
-    @property
-    def hears(self) -> bool:
-        """Whether its sources are sounds."""
-        return self.encoder is not None and self.encoder.hears
-
-    def listen(self, sound: bytes | Tensor) -> SourceFeatures:
-        """A sound as a source of a model that hears: `state.condition(row, source)`, `generate(source=source)`.
-
-        sound: the bytes of a WAV file, or samples float32 `[N]` at `listener().rate`. At most as long as the encoder
-        reads at once, 30 seconds for Whisper. Raises `StateError` for a sound that is damaged or too long,
-        `UnsupportedError` for a model that does not hear, `ModelError` for a checkpoint without what sounds need.
-        """
-        listener = self.listener()
-        return listener.features(sound if isinstance(sound, Tensor) else listener.samples(sound))
-
-    def listener(self) -> Listener:
-        """The maker of its features of sounds, opened with the first call. Raises as `listen`."""
-        from lmstate.audio.listener import Listener
-
-        with OPENING:
-            if self._listener is None:
-                if not self.hears:
-                    raise UnsupportedError(f"a sound was given, and a {self.config.family} model reads no sounds")
-                if self.folder is None:
-                    raise UnsupportedError("sounds are read by models of checkpoint folders that lmstate.load opened")
-                self._listener = Listener.open(self.folder, self._tokenizer, self.config.vocab_size)
-            return self._listener
-
-    @property
-    def start_id(self) -> int | None:
-        """The token that every answer to a source begins with; None for a model without an encoder."""
-        return None if self.encoder is None else self.encoder.start_id
-
-    @property
-    def opening_length(self) -> int:
-        """Number of learned positions in front of every row (prompt tuning, prefix tuning), which nothing counts."""
-        return 0 if self.network.opening is None else self.network.opening.opening.count
-
-    @property
-    def opening_numbers(self) -> list[int]:
-        """A number for each of them, that depends on all that was learned."""
-        return [] if self.network.opening is None else self.network.opening.opening.media.numbers
-
-    @property
-    def weight_totals(self) -> WeightTotals:
-        """Number of parameters, and bytes by storage."""
-        return WeightTotals.of(self.network)
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the config and of a sample of every weight: what a snapshot must agree with."""
-        if self._fingerprint is None:
-            self._fingerprint = fingerprint(self.config, self.network.parts)
-        return self._fingerprint
-
-    def new_state(
-        self,
-        rows: int = 1,
-        capacity: int | None = None,
-        rewind: int = 16,
-        kv: torch.dtype | Policies | None = None,
-        static: bool = False,
-        pool: BlockPool | None = None,
-    ) -> State:
-        """An empty state of `rows` sequences.
-
-        `capacity`: the most tokens that a row may hold (None: any number); more than the model was made for warn.
-        `rewind`: how many tokens back a rewind recomputes nothing. `kv`: how keys and values are stored and which are
-        forgotten: a policy of `lmstate.kv`, one for each layer (`kv.PerLayer`, or a function of the layer's number), or
-        a dtype; by default all, in the model's. `static`: everything is made at once and stays where it is, for
-        `decode_step` in a compiled graph; it needs a `capacity`, keeps its number of rows, and takes no policies.
-        `pool`: counts the blocks in which keys, values and latents lie, together with those of other states, and may
-        limit their bytes; by default one of its own.
-        """
-        rows, rewind = whole_number(rows, "rows"), whole_number(rewind, "rewind")
-        capacity = None if capacity is None else whole_number(capacity, "capacity")
-        for name, value, least in (("rows", rows, 1), ("capacity", capacity, 1), ("rewind", rewind, 0)):
-            if value is not None and value < least:
-                raise StateError(f"new_state({name}={value}) was asked for; {name} is at least {least}")
-        made_for = max(self.context_size or 0, self.config.max_positions or 0)
-        if capacity is not None and 0 < made_for < capacity and not self.network.dynamic_ropes:
-            warnings.warn(
-                f"new_state(capacity={capacity}) was asked for, and the model was made for {made_for} tokens: "
-                "answers to longer texts may be nonsense; lmstate.load(..., context_size=...) stretches its positions",
-                UserWarning,
-                stacklevel=2,
-            )
-        if rows > MOST_ROWS:
-            raise StateError(f"new_state(rows={rows}) was asked for; a state has at most {MOST_ROWS} rows")
-        if isinstance(kv, torch.dtype) and kv not in KV_DTYPES:
-            known = ", ".join(map(str, KV_DTYPES))
-            raise StateError(f"new_state(kv={kv}) was asked for; keys and values are stored in {known}")
-        if not isinstance(pool, BlockPool | None):
-            raise StateError(f"new_state(pool={pool!r:.80}) was asked for; give a lmstate.BlockPool")
-        if flag(static, "static"):
-            check_static(
-                capacity,
-                kv,
-                devices=self.devices,
-                max_positions=self.max_positions,
-                dynamic_ropes=self.network.dynamic_ropes,
-            )
-        dtype = kv if isinstance(kv, torch.dtype) else self.dtype
-        on_processor = any(device.type == "cpu" for device in self.devices)
-        chunk = STATIC_CHUNK if static else Layout.chunk if on_processor else DEVICE_CHUNK
-        if static and self.opening_length:
-            raise UnsupportedError(
-                "static=True was asked for, and this model has learned positions in front of each row, which a static "
-                "state does not compute: leave static out"
-            )
-        capacity = None if capacity is None else self.opening_length + capacity
-        layout = Layout(
-            rows, self.device, dtype, capacity, rewind, chunk, max_positions=self.max_positions, static=static,
-            pool=pool or BlockPool(),
-        )  # fmt: skip
-        state = self._new_state(layout, None if isinstance(kv, torch.dtype) else kv)
-        if static:
-            if self._traced is None or self._traced[0] is not self.network:
-                self._traced = self.network, traceable(self.network)
-            mark_static(self._traced[1], state)
-        elif self.heads and not state.evicts:
-            # Nothing is drafted in a static graph, nor where a policy evicts after each step.
-            policy = None if kv is None or isinstance(kv, torch.dtype) else policies_of(kv, len(self.blocks))[-1]
-            for head in self.heads:
-                state.layers.append(head.new_state(replace(layout, kv=policy, device=self.output_device)))
-                state.layers[-1].device = self.output_device
-        return state
-
-    @ordinary_tensors
-    def _new_state(self, layout: Layout, kv: Policies | None = None) -> State:
-        count, ahead = len(self.blocks), self.opening_length
-        policies = [layout.kv] * count if kv is None else [guarded(each, ahead) for each in policies_of(kv, count)]
-        layouts = [replace(layout, kv=policy) for policy in policies]
-        return self.state_type(
-            new_layers(self.blocks, layouts),
-            layout,
-            vocab_size=self.config.vocab_size,
-            fingerprint=lambda: self.fingerprint,
-            model_name=served_name(self.name) if self.name else "",
-            user=weakref.ref(self),
-            encode=None if self.encoder is None else lambda source: self.network.encoded(source),
-            frequency_key=lambda length: self.network.frequency_key(length),
-            hidden_size=self.config.hidden_size,
-            axes=self.network.has_axes,
-            whole_pictures=self.network.whole_pictures,
-            opening=None if self.network.opening is None else self.network.opening.opening,
-        )
-
-    def _refuse_other(self, state: State) -> None:
-        """Refuse the state of another model, whose layers may have the shapes of this one's.
-
-        One with the same fingerprint is no other: a copy, or the same checkpoint loaded again.
-        """
-        if not isinstance(state, State):
-            raise StateError(f"{state!r:.80} is not a state of lmstate; make one with new_state")
-        if type(state) is not self.state_type:
-            raise StateError("the state is of this model over another number of processes: move its rows by snapshots")
-        if state.user() is self:
-            return
-        if different := differences(state.fingerprint, self.fingerprint):
-            raise StateError(
-                f"the state is of another model: {different}; use the model that made it, or make a state with "
-                "this model's new_state"
-            )
-        state.user = weakref.ref(self)
-
-    @property
-    def max_positions(self) -> int | None:
-        """Number of learned position embeddings; None: any position will do."""
-        return self.network.max_positions
 
     # ---- forward
 
@@ -370,6 +49,7 @@ class Model:
         parents: Sequence[Sequence[int]] | None = None,
         rewindable: bool | Sequence[bool] = True,
     ) -> Tensor: ...
+
     @overload
     def __call__(
         self,
@@ -380,6 +60,7 @@ class Model:
         parents: Sequence[Sequence[int]] | None = None,
         rewindable: bool | Sequence[bool] = True,
     ) -> Tensor | None: ...
+
     def __call__(
         self,
         tokens: Tokens,
@@ -620,10 +301,6 @@ class Model:
 
     # ---- drafts of its own heads
 
-    def has_heads(self, state: State) -> bool:
-        """Whether a state of this model has layers of its multi-token prediction heads."""
-        return len(state.layers) > len(self.blocks)
-
     @ordinary_tensors
     def draft_ahead(self, state: State, last: Mapping[int, int], depth: int) -> dict[int, AheadDraft]:
         """Drafts of the heads after each row's next token: for rows of `last` at most `depth` tokens.
@@ -647,20 +324,6 @@ class Model:
     transcribe = transcribe
     chat = chat
     embeddings = embeddings
-
-    @property
-    def grammars(self) -> GrammarCompiler:
-        """The compiler of constraints on its answers. Raises `StateError` if the model has no tokenizer."""
-        if self._grammars is None:
-            self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size)
-        return self._grammars
-
-    @property
-    def replay(self) -> Replay:
-        """The tokens of answers that `chat` gave, by their conversations."""
-        if self._replay is None:
-            self._replay = Replay()
-        return self._replay
 
 
 def _shown(value: object) -> str:
