@@ -16,7 +16,7 @@ import pytest
 import lmstate
 from lmstate.engine import Completion, SessionBusy, SessionMoved, StoreUnreachable
 from lmstate.engine.prefix.digests import packed
-from lmstate.engine.session import KeyedAnswer, Record
+from lmstate.engine.session_record import KeyedAnswer, Record
 from lmstate.engine.tiers import Tier, fetch, records
 from lmstate.engine.tiers.blobs import RedisBlobs
 from lmstate.engine.tiers.folder import OLD_SESSIONS, FolderTier

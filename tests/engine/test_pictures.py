@@ -12,7 +12,7 @@ import torch
 
 import lmstate
 from lmstate.engine.prefix.digests import beginnings, packed, unpacked
-from lmstate.engine.session import Record
+from lmstate.engine.session_record import Record
 from lmstate.errors import EmbeddingsGone
 from lmstate.generation.sampling import Sampler, TokenPicker
 from lmstate.state import MediaSpan

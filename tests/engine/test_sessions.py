@@ -12,7 +12,7 @@ import torch
 
 import lmstate
 from lmstate.engine import EngineClosed, SessionBusy
-from lmstate.engine.session import Moment, Record
+from lmstate.engine.session_record import Moment, Record
 from tests.engine.alone import alone
 from tests.engine.chat import TEMPLATE, chatting, tokenizer
 from tests.engine.test_batching import prompt

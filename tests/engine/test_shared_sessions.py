@@ -15,7 +15,7 @@ import pytest
 
 import lmstate
 from lmstate.engine import Session, SessionMoved
-from lmstate.engine.session import Record
+from lmstate.engine.session_record import Record
 from lmstate.engine.tiers import SavedSession, Tier, records
 from lmstate.engine.tiers.blobs import ObjectBlobs
 from lmstate.engine.tiers.shared import SharedTier

@@ -20,7 +20,7 @@ from tokenizers import models
 import lmstate
 from lmstate.checkpoints.huggingface.directory import tokenizer_files
 from lmstate.engine.prefix.digests import packed
-from lmstate.engine.session import MARKS, UNDOS, Record
+from lmstate.engine.session_record import MARKS, UNDOS, Record
 from lmstate.engine.tiers.folder import FolderTier
 from lmstate.engine.tiers.tier import Entry
 from lmstate.errors import ModelError, SnapshotError

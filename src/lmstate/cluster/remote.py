@@ -34,7 +34,7 @@ from lmstate.cluster.wire import (
     work_to_wire,
 )
 from lmstate.engine.results import EngineError, Load
-from lmstate.engine.session import Record
+from lmstate.engine.session_record import Record
 from lmstate.errors import EmbeddingsGone
 from lmstate.state.media import Media
 from lmstate.vision.reader import PicturePrompt

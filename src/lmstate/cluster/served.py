@@ -35,7 +35,7 @@ from lmstate.cluster.wire import (
 from lmstate.engine.engine import Engine
 from lmstate.engine.request import Request
 from lmstate.engine.results import Completion, Piece, hit_rate
-from lmstate.engine.session import Record
+from lmstate.engine.session_record import Record
 from lmstate.errors import EmbeddingsGone, SnapshotError
 from lmstate.generation.grammar import Grammar
 

@@ -14,7 +14,8 @@ from lmstate.engine.job import Job
 from lmstate.engine.prefix import PrefixStore
 from lmstate.engine.prefix.tree import Node
 from lmstate.engine.results import Completion, SessionMoved, StoreUnreachable
-from lmstate.engine.session import KeyedAnswer, Record, Session, SessionHost
+from lmstate.engine.session import Session, SessionHost
+from lmstate.engine.session_record import KeyedAnswer, Record
 from lmstate.engine.tiers import SavedSession, Tier
 from lmstate.engine.tiers.fetch import Patience
 from lmstate.engine.tiers.records import Commit, moved

@@ -38,7 +38,8 @@ from lmstate.engine.results import Completion, EngineClosed, Load, Piece, Replic
 from lmstate.engine.reuse import PrefixReuse
 from lmstate.engine.rows import RowPool
 from lmstate.engine.scheduler import Scheduler
-from lmstate.engine.session import KeyedAnswer, Session
+from lmstate.engine.session import Session
+from lmstate.engine.session_record import KeyedAnswer
 from lmstate.engine.tiers import Store, Tier, open_tier
 from lmstate.engine.workload import Workload
 from lmstate.errors import UnsupportedError

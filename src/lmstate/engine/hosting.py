@@ -15,7 +15,8 @@ from lmstate.engine.options import check_salt
 from lmstate.engine.request import Request
 from lmstate.engine.results import EngineClosed
 from lmstate.engine.reuse import PrefixReuse
-from lmstate.engine.session import Record, Session, check_name
+from lmstate.engine.session import Session, check_name
+from lmstate.engine.session_record import Record
 from lmstate.engine.thread import EngineThread
 from lmstate.engine.tiers import RecordStore
 from lmstate.engine.tiers.fetch import PatientRecords

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from lmstate.engine.prefix.picture import Prefix
     from lmstate.engine.request import Request
     from lmstate.engine.results import Load, ReplicaStatus, Reuse
-    from lmstate.engine.session import Record, Session
+    from lmstate.engine.session import Session
+    from lmstate.engine.session_record import Record
     from lmstate.engine.tiers import RecordStore
     from lmstate.generation.params import SamplingParams
     from lmstate.models.config import ModelConfig

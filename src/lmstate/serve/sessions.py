@@ -20,7 +20,7 @@ from starlette.responses import FileResponse
 from starlette.types import ASGIApp
 
 from lmstate.engine.results import EngineError
-from lmstate.engine.session import Record
+from lmstate.engine.session_record import Record
 from lmstate.errors import StateError
 from lmstate.files.private import private_folder
 from lmstate.serve.answer.answers import usage_details

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lmstate.engine.session import Moment, Record
+from lmstate.engine.session_record import Moment, Record
 from lmstate.errors import StateError
 from lmstate.serve.answer.messages import Chat
 from lmstate.serve.answer.service import Service

@@ -12,7 +12,7 @@ from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
 from lmstate.engine.results import Drained, EngineError, Piece
-from lmstate.engine.session import Moment
+from lmstate.engine.session_record import Moment
 from lmstate.serve.answer.answers import Answer, usage_details
 from lmstate.serve.answer.handlers import log
 from lmstate.serve.answer.messages import Prompt
