@@ -48,7 +48,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "lmstate.serve.openai": [
         {"fields", "tools", "models", "token_places"},
         {"chat", "completions"},
-        {"responses", "embeddings", "rerank", "tokens"},
+        {"responses", "embeddings", "rerank", "tokens", "transcriptions"},
     ],
     "lmstate.cluster": [
         {"key", "scaling", "rolling", "parts"},

@@ -62,7 +62,8 @@ class EngineOptions:
         from lmstate.engine import Engine
         from lmstate.engine.options import default_rows, refuse_sources
 
-        refuse_sources(model)
+        if not model.hears:
+            refuse_sources(model)
         return Engine(
             model,
             rows=self.rows or default_rows(model.device),

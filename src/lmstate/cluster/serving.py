@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
 from time import monotonic
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from lmstate.audio.listener import Listener
 from lmstate.cluster.front import Front
 from lmstate.cluster.handle import ReplicaLost
 from lmstate.cluster.key import RouteKey, route_key
@@ -98,6 +99,11 @@ class RemoteModel:
             files.tokenizer,
             files.folder,
         )
+
+    hears: ClassVar[bool] = False
+
+    def listener(self) -> Listener:
+        raise UnsupportedError("sounds are read by a server without replicas: leave --replicas out")
 
     @property
     def has_tokenizer(self) -> bool:

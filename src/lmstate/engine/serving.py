@@ -16,6 +16,7 @@ from lmstate.state import SourceFeatures
 from lmstate.vision.reader import SeeingModel
 
 if TYPE_CHECKING:
+    from lmstate.audio.listener import Listener
     from lmstate.engine.prefix.picture import Prefix
     from lmstate.engine.request import Request
     from lmstate.engine.results import Load, ReplicaStatus, Reuse
@@ -37,6 +38,15 @@ class ServingModel(DescribedModel, SeeingModel, Protocol):
 
     @property
     def fingerprint(self) -> str: ...
+
+    @property
+    def hears(self) -> bool:
+        """Whether its sources are sounds."""
+        ...
+
+    def listener(self) -> Listener:
+        """The maker of its features of sounds. Raises `UnsupportedError` where it hears none."""
+        ...
 
     @property
     def blocks(self) -> Sized: ...

@@ -112,8 +112,7 @@ class Transcription:
             raise UnsupportedError("a translation was asked for, and this model transcribes English alone")
         self._previous = self._prompt(options.prompt)
         self._frames = listener.frames(samples)
-        self._long = len(samples) > listener.window
-        self._times = options.times or self._long
+        self.times = options.times or len(samples) > listener.window
         self._seek, self._silence = 0, None if options.silence and speech.no_speech is not None else 0.0
         self._asked: SoundQuestion | None = None
 
@@ -146,14 +145,14 @@ class Transcription:
             assert speech.no_speech is not None
             self._asked = SoundQuestion(first, replace(sampler, grammar=OneOf(speech.vocab_size, [speech.no_speech])))
         else:
-            tokens = [*self._previous, *speech.begin(self._language, self.options.task, self._times)]
+            tokens = [*self._previous, *speech.begin(self._language, self.options.task, self.times)]
             params = SamplingParams(
                 max_new_tokens=max(self._max_positions - len(tokens), 1),
                 temperature=self.options.temperature,
                 seed=self.options.seed,
                 logprobs=0,
-                grammar=SpeechGrammar(speech, self._times),
-                times_from=speech.first_time if self._times else None,
+                grammar=SpeechGrammar(speech, self.times),
+                times_from=speech.first_time if self.times else None,
             )
             self._asked = SoundQuestion(PicturePrompt(tokens, source=source), params, spoken=True)
         return self._asked
@@ -173,7 +172,7 @@ class Transcription:
         width = min(self.listener.width, len(self._frames) - self._seek)
         steps = width // FRAMES
         pieces, reached = [SpokenPiece(0, steps, tuple(heard.tokens))], steps
-        if self._times:
+        if self.times:
             pieces, reached = pieces_of(self.speech, heard.tokens, steps)
         step = self.listener.window / self.listener.rate / (self.listener.width / FRAMES)
         begin, mean = self._seek / FRAMES * step, sum(heard.logprobs) / max(len(heard.logprobs), 1)
@@ -216,8 +215,11 @@ class Transcription:
         return [self.speech.previous, *ids[-(self._max_positions // 2 - 2) :]]
 
 
-class HearingModel(LanguageModel, Protocol):
-    """A model that hears; `lmstate.Model` may be one."""
+class Hearing(Protocol):
+    """The part of a model that hears which knows sounds; `lmstate.Model` may be one."""
+
+    @property
+    def config(self) -> Any: ...
 
     @property
     def max_positions(self) -> int | None:
@@ -227,6 +229,10 @@ class HearingModel(LanguageModel, Protocol):
     def listener(self) -> Listener:
         """The maker of its features of sounds."""
         ...
+
+
+class HearingModel(LanguageModel, Hearing, Protocol):
+    """A model that writes what it hears."""
 
 
 def transcribe(model: HearingModel, sound: bytes | Tensor, **options: Any) -> Transcript:
@@ -258,7 +264,7 @@ def segments_of(model: HearingModel, work: Transcription) -> Iterator[Segment]:
         yield from work.segments[told:]
 
 
-def transcription(model: HearingModel, sound: bytes | Tensor, options: TranscriptOptions) -> Transcription:
+def transcription(model: Hearing, sound: bytes | Tensor, options: TranscriptOptions) -> Transcription:
     """A transcript to be made. Raises as `transcribe`."""
     listener = model.listener()
     samples = sound if isinstance(sound, Tensor) else listener.samples(sound)

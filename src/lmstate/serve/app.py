@@ -26,7 +26,7 @@ from lmstate.serve.conversations.keeper import Keeper
 from lmstate.serve.guard import Guard
 from lmstate.serve.ollama import answers as ollama_answers
 from lmstate.serve.ollama import models as ollama_models
-from lmstate.serve.openai import chat, completions, embeddings, models, rerank, tokens
+from lmstate.serve.openai import chat, completions, embeddings, models, rerank, tokens, transcriptions
 from lmstate.serve.openai.responses import compact, stored
 from lmstate.serve.openai.responses import conversations as stored_conversations
 from lmstate.serve.openai.responses import routes as responses
@@ -52,6 +52,7 @@ from lmstate.serve.wire.schema.ollama import (
 )
 from lmstate.serve.wire.schema.responses import ConversationBody, ItemsBody, MetadataBody, ResponseBody
 from lmstate.serve.wire.schema.sessions import DrainBody, RewindBody, SendBody, SessionBody
+from lmstate.serve.wire.schema.transcriptions import TranscriptionBody, TranslationBody
 
 if TYPE_CHECKING:
     from lmstate.engine.serving import ServingEngine
@@ -155,6 +156,24 @@ PATHS = (
         body=CountBody,
     ),
     Path("POST", "/v1/embeddings", embeddings.embeddings, summary="OpenAI embeddings", body=EmbeddingBody),
+    Path(
+        "POST",
+        "/v1/audio/transcriptions",
+        transcriptions.transcriptions,
+        summary="What is said in a sound",
+        body=TranscriptionBody,
+        form=True,
+        streams=True,
+    ),
+    Path(
+        "POST",
+        "/v1/audio/translations",
+        transcriptions.translations,
+        summary="The same in English",
+        body=TranslationBody,
+        form=True,
+        streams=True,
+    ),
     Path("POST", "/v1/rerank", rerank.rerank, summary="Documents by how well they answer a query", body=RerankBody),
     Path("POST", "/v2/rerank", rerank.rerank, both=False, summary="The same, where Cohere has it", body=RerankBody),
     Path("GET", "/v1/sessions", sessions.list_sessions, summary="The sessions"),
@@ -272,7 +291,7 @@ def create_app(models: ServingEngine | ModelPool, settings: Settings, *, close_e
             Middleware(RequestIds),
             Middleware(AccessLog),
             Middleware(Guard, settings=settings, open_paths=page.OPEN_PATHS),
-            Middleware(LargeBodies, most=max(settings.max_bodies, settings.max_body)),
+            Middleware(LargeBodies, most=max(settings.max_bodies, settings.max_body, settings.max_sound)),
         ],
         exception_handlers={HTTPException: _http_error, Exception: _failed},
         lifespan=lifespan,

@@ -87,7 +87,8 @@ def document(paths: Sequence[Path]) -> dict[str, Any]:
             content: dict[str, Any] = {"schema": {"$ref": REFERENCE.format(name=one.body.__name__)}}
             if path in EXAMPLES:
                 content["example"] = EXAMPLES[path]
-            operation["requestBody"] = {"required": True, "content": {"application/json": content}}
+            kind = "multipart/form-data" if one.form else "application/json"
+            operation["requestBody"] = {"required": True, "content": {kind: content}}
         described.setdefault(path, {})[one.method.lower()] = operation
     keys = {
         "bearer": {"type": "http", "scheme": "bearer"},

@@ -27,6 +27,7 @@ class Settings:
     log_prompts: bool = False
     shared: bool = False  # all API keys share sessions, responses, conversations and prefixes
     max_body: int = 16 * 2**20
+    max_sound: int = 25 * 2**20  # of a form with a sound, as OpenAI has it
     max_bodies: int = 64 * 2**20  # of all large bodies that are worked on at a time
     max_snapshot: int = 2**32  # of a session's file that a client sends
     max_new_tokens: int = 4096  # when a request does not say; the context ends an answer too

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lmstate.serve.answer.handlers import error_response, log, read_body
+from lmstate.serve.answer.handlers import error_response, log, read_body, read_form
 from lmstate.serve.answer.paths import Path
 from lmstate.serve.answer.pool import ModelPool, ServedModel
 from lmstate.serve.answer.service import Service
@@ -30,7 +30,8 @@ def endpoint(path: Path) -> Callable[[Request], Awaitable[Any]]:
         pool: ModelPool = request.app.state.pool
         served = pool.models[0]
         try:
-            body = () if path.body is None else (await read_body(pool.settings, request, path.body),)
+            reader = read_form if path.form else read_body
+            body = () if path.body is None else (await reader(pool.settings, request, path.body),)
             if path.whole:
                 answer = await path.handler(pool, request, *body)
             else:

@@ -17,6 +17,7 @@ from lmstate.serve.settings import Settings
 from lmstate.serve.wire.body import parse_body
 from lmstate.serve.wire.errors import ApiError, as_api_error
 from lmstate.serve.wire.large_bodies import LARGE, current_share
+from lmstate.serve.wire.multipart import parse_form, read_fields
 from lmstate.serve.wire.sse import dumps
 
 log = logging.getLogger("lmstate.serve")
@@ -50,15 +51,21 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 async def read_body(settings: Settings, request: Request, form: type[T]) -> T:
     """The JSON object of a request as a struct. Raises `ApiError` for what is too long, too slow or no such object."""
-    body = await read_bytes(settings, request)
+    body = await read_bytes(request, settings.max_body, settings.body_timeout)
     if len(body) < LARGE:
         return parse_body(body, form)
     async with current_share.get().alone:
         return await asyncio.to_thread(parse_body, body, form)
 
 
-async def read_bytes(settings: Settings, request: Request) -> bytes:
-    most = settings.max_body
+async def read_form(settings: Settings, request: Request, form: type[T]) -> T:
+    """A form with a file as a struct. Raises `ApiError` as `read_body`."""
+    body = await read_bytes(request, settings.max_sound, settings.body_timeout)
+    return read_fields(parse_form(body, request.headers.get("content-type", "")), form)
+
+
+async def read_bytes(request: Request, most: int, seconds: float) -> bytes:
+    """The body of a request, of at most so many bytes and within so many seconds. Raises `ApiError`."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise ApiError(f"the body is encoded as {encoding[:40]!r}: send it as it is", 415, code="unsupported_encoding")
@@ -71,7 +78,7 @@ async def read_bytes(settings: Settings, request: Request) -> bytes:
         share.grow(int(length))
     pieces, size = [], 0
     try:
-        async with asyncio.timeout(settings.body_timeout):
+        async with asyncio.timeout(seconds):
             async for piece in request.stream():
                 size += len(piece)
                 if size > most:

@@ -11,7 +11,8 @@ from lmstate.serve.answer.handlers import Handler
 @dataclass(frozen=True)
 class Path:
     """A route: also under `/v1`, or without it, where clients look for it there (`both`). `body` is the struct that the
-    handler gets its body as, after a service and the request. A handler of the `whole` server gets the pool of models
+    handler gets its body as, after a service and the request; `form`: it is read from a form with a file, not from
+    JSON. A handler of the `whole` server gets the pool of models
     instead of a service. `streams`: a body with `stream` is answered by server-sent events. `watches`: a stream that
     neither loads a model nor keeps it loaded.
     """
@@ -22,6 +23,7 @@ class Path:
     both: bool = True
     summary: str = ""
     body: type[Any] | None = None
+    form: bool = False
     whole: bool = False
     streams: bool = False
     watches: bool = False

@@ -71,12 +71,15 @@ def parse_body(body: bytes, form: type[T], depth: int = MAX_DEPTH) -> T:
     return value
 
 
-def read(value: Any, form: type[T], path: str = "") -> T:
-    """A JSON value as a struct. Raises `ApiError` that names the field at fault, `path` before it."""
+def read(value: Any, form: type[T], path: str = "", strict: bool = True) -> T:
+    """A JSON value as a struct. Raises `ApiError` that names the field at fault, `path` before it.
+
+    `strict=False`: numbers and flags may be written as texts.
+    """
     _decoder(cast("Any", form))
     for _ in range(MAX_WHOLE_FLOATS):
         try:
-            return msgspec.convert(value, form)
+            return msgspec.convert(value, form, strict=strict)
         except msgspec.ValidationError as error:
             message, _, place = str(error).partition(" - at `$")
             steps = _steps(place.removesuffix("`"))
