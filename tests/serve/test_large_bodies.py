@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import subprocess
@@ -190,6 +191,35 @@ def test_threads_that_read_the_first_bodies_at_once_do_not_end_the_process() -> 
     subprocess.run([sys.executable, "-c", FIRST], check=True, timeout=GUARD)
 
 
+MEMORY = """
+from pathlib import Path
+from threading import Barrier
+from lmstate.serve.wire.workers import Workers, return_memory
+
+def resident():
+    return int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0])
+
+def ask(_):
+    barrier.wait()
+    held = [bytes(30_000) for _ in range(1_000)]
+    return len(held)
+
+barrier = Barrier(4)
+with Workers(4) as workers:
+    assert workers.submit(int, "3").result() == 3
+    start = resident()
+    for _ in range(3):
+        assert list(workers.map(ask, range(4))) == [1_000] * 4
+        return_memory()
+        assert resident() < start + 10_000, (start, resident())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads resident bytes in /proc")
+def test_threads_keep_no_memory_that_is_free() -> None:
+    subprocess.run([sys.executable, "-c", MEMORY], check=True, timeout=GUARD)
+
+
 SERVER = """
 import sys
 import lmstate
@@ -212,9 +242,13 @@ def test_memory_is_back_after_each_overload(tmp_path: Path) -> None:
         ("/v1/chat/completions", {**SMALL, "metadata": [{}] * (size // 3)}),
         ("/v1/embeddings", {"input": ["hello world " * 250] * 2048}),
     ]
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVER, str(save_tiny(tmp_path))], stdout=subprocess.PIPE, text=True
-    ) as process:
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", SERVER, str(save_tiny(tmp_path))], stdout=subprocess.PIPE, text=True
+        ) as process,
+        contextlib.ExitStack() as ends,
+    ):
+        ends.callback(process.kill)
         assert process.stdout is not None
         port = next(int(line.split()[1]) for line in process.stdout if line.startswith("PORT"))
 
@@ -226,11 +260,10 @@ def test_memory_is_back_after_each_overload(tmp_path: Path) -> None:
             for _ in range(3):
                 assert client.post("/v1/chat/completions", json=SMALL).is_success
             start = resident()
-            for path, body in phases:
+            for path, body in phases * 2:
                 raw = json.dumps(body, separators=(",", ":")).encode()
                 with ThreadPoolExecutor(8) as pool:
                     answers = list(pool.map(lambda _, path=path, raw=raw: client.post(path, content=raw), range(8)))
                 assert {answer.status_code for answer in answers} <= {200, 400, 413, 503}, path
                 assert client.post("/v1/chat/completions", json=SMALL).is_success
                 wait_until(lambda: resident() < 1.1 * start, 60)
-        process.terminate()

@@ -18,6 +18,7 @@ from lmstate.errors import RanksError
 from lmstate.serve.app import create_app
 from lmstate.serve.settings import Settings
 from lmstate.serve.wire.errors import ApiError
+from lmstate.serve.wire.workers import Workers
 
 if TYPE_CHECKING:
     from lmstate.engine.serving import ServingEngine
@@ -47,6 +48,7 @@ class Server(uvicorn.Server):
         self.ready: Callable[[int], None] = lambda port: None  # called once it listens, with the port
 
     async def startup(self, sockets: Any = None) -> None:
+        asyncio.get_running_loop().set_default_executor(Workers())
         await super().startup(sockets)
         if self.started:
             self.ready(self.port)

@@ -6,13 +6,14 @@ A JSON body takes several times its bytes while it is decoded, and up to a hundr
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lmstate.serve.wire.errors import ApiError
+from lmstate.serve.wire.workers import return_memory
 
+REST = 1.0  # seconds without large bodies after which memory is given back: the last one is freed by then
 LARGE = 2**18  # bytes of a body that counts, and is read beside the event loop: its JSON may take longer than a token
 
 
@@ -57,7 +58,12 @@ class LargeBodies:
             if share.size:
                 self.held -= share.size
                 if not self.held:
-                    await asyncio.shield(asyncio.to_thread(return_memory))
+                    asyncio.get_running_loop().call_later(REST, self._rest)
+
+    def _rest(self) -> None:
+        """Give memory back, unless more large bodies came."""
+        if not self.held:
+            asyncio.get_running_loop().run_in_executor(None, return_memory)
 
     def take(self, size: int) -> None:
         """Raise `ApiError` if so many more bytes are too many."""
@@ -69,12 +75,3 @@ class LargeBodies:
                 retry_after=1,
             )
         self.held += size
-
-
-def return_memory() -> None:
-    """Give the free memory of the C allocator back to the system, which glibc else keeps in each thread's arena."""
-    try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # another C library, which gives back by itself
-        return
-    trim(0)
