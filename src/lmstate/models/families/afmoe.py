@@ -1,4 +1,10 @@
-"""AFMoE (Arcee's Trinity): gated attention with positions only where it has a window, and norms around both parts."""
+"""AFMoE (Arcee's Trinity): gated attention with positions only where it has a window, and norms around both parts.
+
+x = embed(tokens)                         # * sqrt(E) with muP
+x = x + norm(gated attention(norm(x)))    # rotary where there is a window
+x = x + norm(experts(norm(x)))            # sigmoid scores, a shared expert; the first layers: an MLP
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Apertus (2509.14233): Llama's block with norms on every head; the feed-forward part goes through xIELU alone."""
+"""Apertus (2509.14233): Llama's block with norms on every head; the feed-forward part goes through xIELU alone.
+
+x = embed(tokens)
+x = x + attention(norm(x))    # queries and keys normalized, then rotated
+x = x + down(xielu(up(norm(x))))
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Aria's text model (2410.05993): Llama's attention, and fine-grained experts beside shared ones."""
+"""Aria's text model (2410.05993): Llama's attention, and fine-grained experts beside shared ones.
+
+x = embed(tokens)
+x = x + attention(norm(x))
+x = x + sum over chosen e: g_e * expert_e(y) + shared(y)    # y = norm(x)
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,10 @@
 """Ling 3.0 (`bailing_hybrid`): a delta rule with a decay a channel, gated latent attention, and experts in groups.
 
+x = embed(tokens)
+x = x + mixer(norm(x))                                      # the delta rule; in every sixth layer latent attention
+x = x + sum over chosen e: g_e * expert_e(y) + shared(y)    # y = norm(x); the first layers: an MLP
+logits = head(norm(x))
+
 A head for multi-token prediction lies in a layer past the last, whose kind its tensors tell.
 """
 

@@ -1,4 +1,10 @@
-"""Bamba: Mamba-2 and, in a few layers, attention of which half of each head rotates."""
+"""Bamba: Mamba-2 and, in a few layers, attention of which half of each head rotates.
+
+x = embed(tokens)
+x = x + mixer(norm(x))    # Mamba-2, or attention
+x = x + mlp(norm(x))
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,10 @@
 """Command R (Cohere) and Command R7B (Cohere 2): attention and feed-forward side by side.
 
+x = embed(tokens)
+y = norm(x)    # layer norms without biases
+x = x + attention(y) + mlp(y)
+logits = scale * head(norm(x))
+
 Cohere 2 knows positions only where there is a window. Command R+ normalizes queries and keys, each head by weights of
 its own.
 """

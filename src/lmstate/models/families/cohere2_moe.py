@@ -1,5 +1,10 @@
 """Command A with experts (`cohere2_moe`): Cohere 2's parallel blocks over experts beside shared ones.
 
+x = embed(tokens)
+y = norm(x)
+x = x + attention(y) + experts(y)    # with shared ones: their mean, or their sum
+logits = scale * head(norm(x))
+
 Layers without a window know no positions, but for the dense ones at the start if none of those has a window.
 """
 

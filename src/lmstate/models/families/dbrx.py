@@ -1,4 +1,10 @@
-"""DBRX (Databricks, 2024): attention that clips its projections, and experts whose matrices lie in one."""
+"""DBRX (Databricks, 2024): attention that clips its projections, and experts whose matrices lie in one.
+
+x = embed(tokens)
+x = x + attention(norm(x))                      # layer norms; queries, keys and values clipped
+x = x + sum over chosen e: g_e * expert_e(y)    # y = norm(x)
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

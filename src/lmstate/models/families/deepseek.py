@@ -1,5 +1,10 @@
 """DeepSeek-V2 (2405.04434) and V3 (2412.19437): latent attention, and experts chosen inside the best groups.
 
+x = embed(tokens)
+x = x + latent attention(norm(x))
+x = x + sum over chosen e: g_e * expert_e(y) + shared(y)    # y = norm(x); the first layers: an MLP
+logits = head(norm(x))
+
 Kimi K2 and GLM-4.7-Flash are like V3, Youtu-LLM is without experts, A.X K1 normalizes what its experts give, and
 queries of Mistral 4 grow with the length of the text. DeepSeek-V3.2 (2512.02556) and GLM-5 attend to positions that an
 index chooses; layers of GLM-5.2 share one choice.

@@ -1,4 +1,10 @@
-"""dots.llm1 (2506.05767): Qwen3's attention and DeepSeek-V3's experts."""
+"""dots.llm1 (2506.05767): Qwen3's attention and DeepSeek-V3's experts.
+
+x = embed(tokens)
+x = x + attention(norm(x))                                  # queries and keys normalized head by head
+x = x + sum over chosen e: g_e * expert_e(y) + shared(y)    # y = norm(x); the first layers: an MLP
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,10 @@
 """ERNIE 4.5 with experts: interleaved rotation, softmax scores that are corrected for the choice, shared experts.
 
+x = embed(tokens)
+x = x + attention(norm(x))
+x = x + sum over chosen e: g_e * expert_e(y) + shared(y)    # y = norm(x); some layers: an MLP
+logits = head(norm(x))
+
 The text part of ERNIE 4.5 VL keeps the experts of pictures behind those of texts, and a router of their own.
 """
 

@@ -1,4 +1,10 @@
-"""EXAONE 4 (2507.11407): norms after each part and on every head; if there are windows, only those know positions."""
+"""EXAONE 4 (2507.11407): norms after each part and on every head; if there are windows, only those know positions.
+
+x = embed(tokens)
+x = x + norm(attention(x))    # queries and keys normalized head by head
+x = x + norm(mlp(x))
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

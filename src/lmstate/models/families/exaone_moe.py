@@ -1,4 +1,10 @@
-"""K-EXAONE (LG AI Research): EXAONE 4's attention, which knows positions only where it has a window, and experts."""
+"""K-EXAONE (LG AI Research): EXAONE 4's attention, which knows positions only where it has a window, and experts.
+
+x = embed(tokens)
+x = x + attention(norm(x))                                  # queries and keys normalized head by head
+x = x + sum over chosen e: g_e * expert_e(y) + shared(y)    # y = norm(x); the first layers: an MLP
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

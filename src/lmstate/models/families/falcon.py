@@ -1,4 +1,10 @@
-"""Falcon (2311.16867): few keys and values, and attention and feed-forward side by side after one layer norm or two."""
+"""Falcon (2311.16867): few keys and values, and attention and feed-forward side by side after one layer norm or two.
+
+x = embed(tokens)
+y, z = norm(x), norm'(x)    # 7B: the same
+x = x + attention(y) + down(gelu(up(z)))
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Falcon-H1: attention and Mamba-2 side by side in every layer, with a multiplier at nearly every place (muP)."""
+"""Falcon-H1: attention and Mamba-2 side by side in every layer, with a multiplier at nearly every place (muP).
+
+x = m_e * embed(tokens)
+y = norm(x)
+x = x + m_a * attention(y) + m_s * mamba2(y)
+x = x + mlp(norm(x))
+logits = m_h * head(norm(x))
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,10 @@
 """Flint (RecursiveSI): Qwen3's attention with sinks and windows, and experts beside one that is not gated.
 
+x = embed(tokens)
+x = x + attention(norm(x))                                  # queries and keys normalized; a sink a head
+x = x + sum over chosen e: g_e * expert_e(y) + shared(y)    # y = norm(x)
+logits = head(norm(x))
+
 Layers without a window know no positions.
 """
 

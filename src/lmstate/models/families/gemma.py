@@ -1,4 +1,10 @@
-"""Gemma (2403.08295): Llama's block with a gate of gelu, norms that are stored less 1, and a scaled embedding."""
+"""Gemma (2403.08295): Llama's block with a gate of gelu, norms that are stored less 1, and a scaled embedding.
+
+x = embed(tokens) * sqrt(E)
+x = x + attention(norm(x))
+x = x + down(gelu(gate(y)) * up(y))    # y = norm(x)
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""Gemma 3n: several streams of which each block works on one (AltUp, 2301.13310), beside what Gemma 4 kept of it."""
+"""Gemma 3n: several streams of which each block works on one (AltUp, 2301.13310), beside what Gemma 4 kept of it.
+
+s = [x, projections of x]         # x = embed(tokens) * sqrt(E): N streams
+s = s + predict(s)                # how, stream a says
+y = norm(s_a)
+z = (s_a + norm(attention(y)) + y + norm(low rank(y))) / sqrt(2)
+z = z + norm(mlp(norm(z)))
+s = s + correct(z) * (z - s_a)    # and an input of the layer's own is added to all but the first
+logits = softcap(head(norm(mean of s)))
+"""
 
 from __future__ import annotations
 

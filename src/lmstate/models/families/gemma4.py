@@ -1,4 +1,11 @@
-"""Gemma 4: layers that share keys and values, embeddings of a token for every layer, experts beside a dense part."""
+"""Gemma 4: layers that share keys and values, embeddings of a token for every layer, experts beside a dense part.
+
+x = embed(tokens) * sqrt(E)
+x = x + norm(attention(norm(x)))
+x = x + norm(mlp(norm(x)))    # or the sum of an MLP and experts, each between norms
+x = gain * (x + per-layer input(x))
+logits = softcap(head(norm(x)))
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,10 @@
 """GLM-4 (2406.12793), and GLM-4-0414 with norms after each part too: half of each head rotates, by neighbors.
 
+x = embed(tokens)
+x = x + attention(norm(x))    # 0414: norm(attention(norm(x)))
+x = x + mlp(norm(x))          # 0414: norm(mlp(norm(x)))
+logits = head(norm(x))
+
 The text parts of GLM-4.1V and GLM-OCR are like the latter.
 """
 

@@ -1,5 +1,10 @@
 """GLM-4.5 (2508.06471) and Solar Open: attention that rotates half of each head, and DeepSeek-V3's experts.
 
+x = embed(tokens)
+x = x + attention(norm(x))
+x = x + sum over chosen e: g_e * expert_e(y) + shared(y)    # y = norm(x); the first layers: an MLP
+logits = head(norm(x))
+
 Sarvam's mixture rotates whole heads, and its checkpoints have names of their own.
 """
 

@@ -1,4 +1,10 @@
-"""GPT-2 (Radford et al. 2019): positions that were learned, layer norms, biases, and no gate."""
+"""GPT-2 (Radford et al. 2019): positions that were learned, layer norms, biases, and no gate.
+
+x = embed(tokens) + positions
+x = x + attention(norm(x))
+x = x + down(gelu(up(norm(x))))
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

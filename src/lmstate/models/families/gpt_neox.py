@@ -1,4 +1,9 @@
-"""GPT-NeoX (2204.06745) and Pythia: attention and feed-forward side by side, each after a layer norm of its own."""
+"""GPT-NeoX (2204.06745) and Pythia: attention and feed-forward side by side, each after a layer norm of its own.
+
+x = embed(tokens)
+x = x + attention(norm(x)) + down(gelu(up(norm'(x))))
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""gpt-oss (2508.10925): attention sinks, a window on every other layer, and experts with a clamped gate."""
+"""gpt-oss (2508.10925): attention sinks, a window on every other layer, and experts with a clamped gate.
+
+x = embed(tokens)
+x = x + attention(norm(x))                      # a sink a head, a window on every other layer
+x = x + sum over chosen e: g_e * expert_e(y)    # y = norm(x)
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Granite 3 and 4: attention, and from 4 on Mamba-2, with a feed-forward part that is plain, experts, or both."""
+"""Granite 3 and 4: attention, and from 4 on Mamba-2, with a feed-forward part that is plain, experts, or both.
+
+x = m_e * embed(tokens)
+x = x + m * mixer(norm(x))    # attention, or Mamba-2
+x = x + m * feed_forward(norm(x))
+logits = head(norm(x)) / m_l
+"""
 
 from __future__ import annotations
 

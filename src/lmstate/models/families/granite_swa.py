@@ -1,4 +1,10 @@
-"""Granite with sliding windows: Granite's multipliers and mixtures, attention sinks, a rotation for every layer."""
+"""Granite with sliding windows: Granite's multipliers and mixtures, attention sinks, a rotation for every layer.
+
+x = m_e * embed(tokens)
+x = x + m * attention(norm(x))    # a sink a head
+x = x + m * feed_forward(norm(x))
+logits = head(norm(x)) / m_l
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Hunyuan (Tencent, 2025), dense or sparse: Llama's block, with queries and keys normalized after they rotate."""
+"""Hunyuan (Tencent, 2025), dense or sparse: Llama's block, with queries and keys normalized after they rotate.
+
+x = embed(tokens)
+x = x + attention(norm(x))    # queries and keys rotated, then normalized
+x = x + mlp(norm(x))          # or experts beside a shared one
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

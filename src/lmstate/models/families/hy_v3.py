@@ -1,4 +1,10 @@
-"""Hunyuan 3 (`hy_v3`, Tencent): Qwen3's attention, and experts chosen as DeepSeek-V3 does it beside a shared one."""
+"""Hunyuan 3 (`hy_v3`, Tencent): Qwen3's attention, and experts chosen as DeepSeek-V3 does it beside a shared one.
+
+x = embed(tokens)
+x = x + attention(norm(x))                                  # queries and keys normalized head by head
+x = x + sum over chosen e: g_e * expert_e(y) + shared(y)    # y = norm(x); the first layers: an MLP
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

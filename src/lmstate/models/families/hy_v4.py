@@ -1,5 +1,10 @@
 """Hunyuan 4: wide residual streams, gated latent attention with sinks to chosen positions, and clamped experts.
 
+s = [embed(tokens)] * N    # N streams
+s = mixed(s) + w * attention(norm(mix(s)))
+s = mixed(s) + w' * experts(norm(mix'(s)))
+logits = head(norm(mix''(s)))
+
 A block's parts read one mixture of the streams, and what they give is added to each stream with a weight of its own.
 Layers share the choice of positions of an earlier one.
 """

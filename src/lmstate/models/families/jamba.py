@@ -1,4 +1,10 @@
-"""Jamba: Mamba and, once in a while, attention without positions; every few layers the feed-forward part is experts."""
+"""Jamba: Mamba and, once in a while, attention without positions; every few layers the feed-forward part is experts.
+
+x = embed(tokens)
+x = x + mixer(norm(x))    # Mamba; in every eighth layer attention
+x = x + mlp(norm(x))      # in every second layer experts
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

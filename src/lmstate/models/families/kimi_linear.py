@@ -1,5 +1,10 @@
 """Kimi Linear (2510.26692): a delta rule with a decay a channel, latent attention without positions, and experts.
 
+x = embed(tokens)
+x = x + mixer(norm(x))                                      # the delta rule, or latent attention
+x = x + sum over chosen e: g_e * expert_e(y) + shared(y)    # y = norm(x); the first layers: an MLP
+logits = head(norm(x))
+
 Heads for multi-token prediction (`model.mtp.*`, or layers past the last) are not run, and their weights are ignored.
 """
 

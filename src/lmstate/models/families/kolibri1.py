@@ -1,5 +1,10 @@
 """Kolibri 1 (Aleph Alpha): norms around each part, windows, and experts that are chosen by corrected logits.
 
+x = embed(tokens)
+x = x + norm(attention(norm(x)))    # queries and keys normalized head by head
+x = x + norm(experts(norm(x)))      # beside shared ones
+logits = head(norm(x))
+
 Layers without a window know no positions.
 """
 

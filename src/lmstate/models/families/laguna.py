@@ -1,4 +1,10 @@
-"""Laguna (Poolside): gated attention whose number of heads differs from layer to layer, and experts."""
+"""Laguna (Poolside): gated attention whose number of heads differs from layer to layer, and experts.
+
+x = embed(tokens)
+x = x + out(softplus(gate(y)) * attention(y))               # y = norm(x)
+x = x + sum over chosen e: g_e * expert_e(y) + shared(y)    # y = norm(x); some layers: an MLP
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,10 @@
 """Lara Mini (Translated): the gated delta rule, windows and whole attention by turns, and experts beside a shared one.
 
+x = embed(tokens)
+x = x + mixer(norm(x))                                      # the gated delta rule, or attention
+x = x + sum over chosen e: g_e * expert_e(y) + shared(y)    # y = norm(x)
+logits = head(norm(x))
+
 Layers without a window know no positions.
 """
 

@@ -1,4 +1,10 @@
-"""LFM2 (Liquid AI): gated short convolutions in most layers, attention in the others; dense or with experts."""
+"""LFM2 (Liquid AI): gated short convolutions in most layers, attention in the others; dense or with experts.
+
+x = embed(tokens)
+x = x + mixer(norm(x))    # a gated short convolution, or attention
+x = x + mlp(norm(x))      # or experts
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

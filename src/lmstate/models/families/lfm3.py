@@ -1,4 +1,10 @@
-"""LFM3 (Liquid AI): short convolutions beside windowed and full attention, whose heads are gated; norms all around."""
+"""LFM3 (Liquid AI): short convolutions beside windowed and full attention, whose heads are gated; norms all around.
+
+x = embed(tokens)
+x = x + norm(mixer(norm(x)))    # a gated short convolution, or gated attention
+x = x + norm(mlp(norm(x)))
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,10 @@
 """Llama (Touvron et al. 2023) and the checkpoints that are exactly alike: SmolLM2, Yi, DeepSeek-LLM, ...
 
+x = embed(tokens)
+x = x + attention(norm(x))             # rotary, grouped keys and values
+x = x + down(silu(gate(y)) * up(y))    # y = norm(x)
+logits = head(norm(x))
+
 Families that differ by a line are here too: ERNIE 4.5 and Helium rotate neighboring features, Seed-OSS says of each
 part by itself whether it has biases, and the feed-forward part of Arcee has no gate.
 """

@@ -1,4 +1,10 @@
-"""Llama 4: a token attends inside its chunk where it knows positions, and to everything where it knows none."""
+"""Llama 4: a token attends inside its chunk where it knows positions, and to everything where it knows none.
+
+x = embed(tokens)
+x = x + attention(norm(x))               # rotary in chunks, or all without positions
+x = x + expert_e(g_e * y) + shared(y)    # y = norm(x); some layers: an MLP
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,12 @@
 """LongCat-Flash (2509.01322): two latent attentions a layer, and experts on a shortcut past the second one.
 
+x = embed(tokens)
+x = x + latent attention_1(norm(x)); y = norm(x)
+x = x + mlp_1(y)
+x = x + latent attention_2(norm(x))
+x = x + mlp_2(norm(x)) + experts(y)
+logits = head(norm(x))
+
 Some of the experts give back what they are given.
 """
 

@@ -1,4 +1,9 @@
-"""Mamba (Gu and Dao 2023) and Falcon-Mamba, which normalizes dt, B and C without weights."""
+"""Mamba (Gu and Dao 2023) and Falcon-Mamba, which normalizes dt, B and C without weights.
+
+x = embed(tokens)
+x = x + out(silu(z) * (scan(u) + D u))    # [u, z] = in(norm(x)), u = silu(conv(u))
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

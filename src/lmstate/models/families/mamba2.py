@@ -1,4 +1,9 @@
-"""Mamba-2 (Dao and Gu 2024), and Codestral Mamba: state space blocks and nothing else."""
+"""Mamba-2 (Dao and Gu 2024), and Codestral Mamba: state space blocks and nothing else.
+
+x = embed(tokens)
+x = x + out(norm(silu(z) * (ssd(u, B, C) + D u)))    # [z, u, B, C, dt] = in(norm(x)); u, B, C convolved
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

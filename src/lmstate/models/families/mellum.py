@@ -1,4 +1,10 @@
-"""Mellum (JetBrains): Qwen3's block with experts, where windowed layers rotate at a rate of their own."""
+"""Mellum (JetBrains): Qwen3's block with experts, where windowed layers rotate at a rate of their own.
+
+x = embed(tokens)
+x = x + attention(norm(x))                      # queries and keys normalized head by head
+x = x + sum over chosen e: g_e * expert_e(y)    # y = norm(x); some layers: an MLP
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""MiMo-V2-Flash (Xiaomi): a narrow window with sinks on most layers, values narrower than keys, and experts."""
+"""MiMo-V2-Flash (Xiaomi): a narrow window with sinks on most layers, values narrower than keys, and experts.
+
+x = embed(tokens)
+x = x + attention(norm(x))                      # a sink a head where there is a window
+x = x + sum over chosen e: g_e * expert_e(y)    # y = norm(x); the first layers: an MLP
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""MiniCPM 3 (2404.06395): latent attention, and parts whose output is scaled by the depth of the model."""
+"""MiniCPM 3 (2404.06395): latent attention, and parts whose output is scaled by the depth of the model.
+
+x = m_e * embed(tokens)
+x = x + m * latent attention(norm(x))    # m falls with the number of layers
+x = x + m * mlp(norm(x))
+logits = m_h * head(norm(x))
+"""
 
 from __future__ import annotations
 

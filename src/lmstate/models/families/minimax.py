@@ -1,4 +1,10 @@
-"""MiniMax-Text-01: lightning attention, attention in some layers, and experts; norms inside the stream."""
+"""MiniMax-Text-01: lightning attention, attention in some layers, and experts; norms inside the stream.
+
+x = embed(tokens)
+x = norm(x);  x = a * x + b * mixer(x)    # lightning attention, or attention
+x = norm(x);  x = c * x + d * experts(x)
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""MiniMax-M2: norms over the whole query and key projections, partly rotating heads, experts chosen by sigmoids."""
+"""MiniMax-M2: norms over the whole query and key projections, partly rotating heads, experts chosen by sigmoids.
+
+x = embed(tokens)
+x = x + attention(norm(x))
+x = x + sum over chosen e: g_e * expert_e(y)    # y = norm(x)
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

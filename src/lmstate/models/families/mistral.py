@@ -1,5 +1,10 @@
 """Mistral (Jiang et al. 2023) and Mixtral: Llama's block with a window on every layer; Mixtral's experts are chosen.
 
+x = embed(tokens)
+x = x + attention(norm(x))
+x = x + mlp(norm(x))    # Mixtral: the sum over chosen e of g_e * expert_e(norm(x))
+logits = head(norm(x))
+
 Ministral has windows on some layers. The queries of Ministral 3 grow with their position.
 """
 

@@ -1,4 +1,10 @@
-"""nanochat (Karpathy, 2025): norms without weights, after the rotation and of the embedding too; it turns backwards."""
+"""nanochat (Karpathy, 2025): norms without weights, after the rotation and of the embedding too; it turns backwards.
+
+x = norm(embed(tokens))
+x = x + attention(norm(x))    # queries and keys rotated, then normalized
+x = x + down(relu2(up(norm(x))))
+logits = softcap(head(norm(x)))
+"""
 
 from __future__ import annotations
 

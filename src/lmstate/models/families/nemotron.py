@@ -1,4 +1,10 @@
-"""Nemotron-4 and Minitron (2402.16819): layer norms that are stored less 1, no gate, half of each head rotates."""
+"""Nemotron-4 and Minitron (2402.16819): layer norms that are stored less 1, no gate, half of each head rotates.
+
+x = embed(tokens)
+x = x + attention(norm(x))
+x = x + down(relu2(up(norm(x))))
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Nemotron-H and Nemotron 3: a pattern of blocks of one part: Mamba-2, attention, feed-forward or experts."""
+"""Nemotron-H and Nemotron 3: a pattern of blocks of one part: Mamba-2, attention, feed-forward or experts.
+
+x = embed(tokens)
+x = x + part(norm(x))    # one of Mamba-2, attention, an MLP and experts
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""OLMo 1 (2402.00838): Llama's block with layer norms without weights; what is projected may be clipped."""
+"""OLMo 1 (2402.00838): Llama's block with layer norms without weights; what is projected may be clipped.
+
+x = embed(tokens)
+x = x + attention(norm(x))
+x = x + mlp(norm(x))
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,10 @@
 """OLMo 2 and 3: norms after each part instead of before, and over the whole query and key projections.
 
+x = embed(tokens)
+x = x + norm(attention(x))
+x = x + norm(mlp(x))    # FlexOlmo: experts
+logits = head(norm(x))
+
 Three of four layers of OLMo 3 have a window, and stretched rotary positions are those of the others alone. FlexOlmo
 (2507.07024) is OLMo 2 with experts.
 """

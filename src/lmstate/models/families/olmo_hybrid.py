@@ -1,4 +1,10 @@
-"""OLMo Hybrid: the gated delta rule with beta up to 2, and OLMo 3's attention in every fourth layer."""
+"""OLMo Hybrid: the gated delta rule with beta up to 2, and OLMo 3's attention in every fourth layer.
+
+x = embed(tokens)
+x = x + delta rule(norm(x));  x = x + mlp(norm(x))
+x = x + norm(attention(x));   x = x + norm(mlp(x))    # in every fourth layer
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""OLMoE (2409.02060): Llama's block with norms over the whole query and key projections, and experts in every layer."""
+"""OLMoE (2409.02060): Llama's block with norms over the whole query and key projections, and experts in every layer.
+
+x = embed(tokens)
+x = x + attention(norm(x))
+x = x + sum over chosen e: g_e * expert_e(y)    # y = norm(x)
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Phi-1, 1.5 and 2 (2306.11644): attention and feed-forward side by side after one layer norm, biases everywhere."""
+"""Phi-1, 1.5 and 2 (2306.11644): attention and feed-forward side by side after one layer norm, biases everywhere.
+
+x = embed(tokens)
+y = norm(x)
+x = x + attention(y) + down(gelu(up(y)))
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Phi-3 and Phi-4-mini: Llama's block with its projections already fused in the checkpoint, and LongRoPE."""
+"""Phi-3 and Phi-4-mini: Llama's block with its projections already fused in the checkpoint, and LongRoPE.
+
+x = embed(tokens)
+x = x + attention(norm(x))
+x = x + down(silu(gate(y)) * up(y))    # y = norm(x)
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Phi-3.5-MoE (2404.14219): layer norms, biases, and two experts a token, each weighed against its near rivals."""
+"""Phi-3.5-MoE (2404.14219): layer norms, biases, and two experts a token, each weighed against its near rivals.
+
+x = embed(tokens)
+x = x + attention(norm(x))
+x = x + g_1 * expert_1(y) + g_2 * expert_2(y)    # y = norm(x)
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

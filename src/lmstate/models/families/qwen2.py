@@ -1,4 +1,10 @@
-"""Qwen2, and MiMo-7B: Llama's block with biases on q, k and v; some layers may slide. Dense or sparse."""
+"""Qwen2, and MiMo-7B: Llama's block with biases on q, k and v; some layers may slide. Dense or sparse.
+
+x = embed(tokens)
+x = x + attention(norm(x))
+x = x + mlp(norm(x))    # or experts beside a gated shared one
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

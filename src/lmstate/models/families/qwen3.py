@@ -1,4 +1,10 @@
-"""Qwen3, dense and mixture of experts: queries and keys are normalized head by head before they rotate."""
+"""Qwen3, dense and mixture of experts: queries and keys are normalized head by head before they rotate.
+
+x = embed(tokens)
+x = x + attention(norm(x))    # queries and keys normalized head by head
+x = x + mlp(norm(x))          # or experts
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

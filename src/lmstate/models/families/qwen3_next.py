@@ -1,5 +1,10 @@
 """Qwen3-Next and Qwen3.5: gated delta rule in most layers, gated attention in every fourth; norms store w - 1.
 
+x = embed(tokens)
+x = x + mixer(norm(x))    # the gated delta rule; in every fourth layer gated attention
+x = x + mlp(norm(x))      # or experts beside a gated shared one
+logits = head(norm(x))
+
 The two differ in how the checkpoint lays out the projections of the delta rule. A head for multi-token prediction
 (`mtp.*`, in GGUF a block past the last layer) has attention.
 """

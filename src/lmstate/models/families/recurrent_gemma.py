@@ -1,4 +1,10 @@
-"""RecurrentGemma (Botev et al. 2024): Griffin's recurrent blocks, with local attention in every third layer."""
+"""RecurrentGemma (Botev et al. 2024): Griffin's recurrent blocks, with local attention in every third layer.
+
+x = embed(tokens) * sqrt(E)
+x = x + mixer(norm(x))    # out(gelu(a) * rg_lru(conv(b))), or local attention
+x = x + mlp(norm(x))
+logits = softcap(head(norm(x)))
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""RWKV-4 (Peng et al. 2023, 2305.13048). Each of its layers is two blocks, for both of its parts remember."""
+"""RWKV-4 (Peng et al. 2023, 2305.13048). Each of its layers is two blocks, for both of its parts remember.
+
+x = norm(embed(tokens))
+x = x + out(sigmoid(r) * wkv(k, v))           # r, k, v: of norm(x) and of the token before
+x = x + sigmoid(r') * value(relu(k') ** 2)    # r', k': of norm(x) and of the token before
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

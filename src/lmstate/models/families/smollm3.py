@@ -1,4 +1,10 @@
-"""SmolLM3: Llama's block, where every few layers have no rotary positions (Yang et al. 2025, RNoPE)."""
+"""SmolLM3: Llama's block, where every few layers have no rotary positions (Yang et al. 2025, RNoPE).
+
+x = embed(tokens)
+x = x + attention(norm(x))    # some layers without positions
+x = x + mlp(norm(x))
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,11 @@
 """StableLM (2402.17834): Llama's block with layer norms and ropes of a part of each head; StableLM 2 12B has its two
-parts side by side, and norms whose weights differ from head to head."""
+parts side by side, and norms whose weights differ from head to head.
+
+x = embed(tokens)
+x = x + attention(norm(x))    # 12B: x + attention(y) + mlp(y), y = norm(x)
+x = x + mlp(norm(x))
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""StarCoder 2 (2402.19173): layer norms, a feed-forward part without a gate, biases, and a window on every layer."""
+"""StarCoder 2 (2402.19173): layer norms, a feed-forward part without a gate, biases, and a window on every layer.
+
+x = embed(tokens)
+x = x + attention(norm(x))
+x = x + down(gelu(up(norm(x))))
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

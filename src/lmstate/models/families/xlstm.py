@@ -1,4 +1,10 @@
-"""xLSTM-7B (Beck et al. 2025, 2503.13427): a matrix memory in every layer, and a gated feed-forward part."""
+"""xLSTM-7B (Beck et al. 2025, 2503.13427): a matrix memory in every layer, and a gated feed-forward part.
+
+x = embed(tokens)
+x = x + mlstm(norm(x))
+x = x + mlp(norm(x))
+logits = softcap(head(norm(x)))
+"""
 
 from __future__ import annotations
 

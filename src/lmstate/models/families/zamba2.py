@@ -1,4 +1,10 @@
-"""Zamba2: Mamba-2 blocks, some of which also read a transformer block that is shared among them."""
+"""Zamba2: Mamba-2 blocks, some of which also read a transformer block that is shared among them.
+
+x = embed(tokens)
+x = x + mamba2(norm(x))
+x = x + mamba2(norm(x + link(shared([x, embed(tokens)]))))    # in hybrid layers
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 

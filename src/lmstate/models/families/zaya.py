@@ -1,4 +1,10 @@
-"""ZAYA1 (Zyphra): convolved attention, one expert a token, and a router whose layers tell each other what they saw."""
+"""ZAYA1 (Zyphra): convolved attention, one expert a token, and a router whose layers tell each other what they saw.
+
+x = affine(embed(tokens))
+x = affine(attention(norm(x))) + affine(x)
+x = affine(expert_e(norm(x))) + affine(x)    # e: of the stream and of the router before
+logits = head(norm(x))
+"""
 
 from __future__ import annotations
 
