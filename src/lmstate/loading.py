@@ -16,7 +16,7 @@ from lmstate.state.validate import whole_number
 if TYPE_CHECKING:
     from lmstate.training.adapter_config import AdapterConfig
     from lmstate.training.lora import LoraConfig
-    from lmstate.training.openings import OpeningConfig
+    from lmstate.training.network_adapter import NetworkConfig
 
 
 def load(
@@ -24,7 +24,7 @@ def load(
     weights: str = "auto",
     dtype: torch.dtype | None = None,
     device: Devices | None = None,
-    trainable: bool | Literal["lora", "adapter"] | AdapterConfig | OpeningConfig = False,
+    trainable: bool | Literal["lora", "adapter"] | AdapterConfig | NetworkConfig = False,
     lora: LoraConfig | None = None,
     adapter: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]] | None = None,
     merge: bool = False,
@@ -46,9 +46,9 @@ def load(
     trainable: True for a model of which every weight is a parameter; "lora" for one of which an adapter is, described
     by `lora`, over weights of any storage. A config of `lmstate.training` trains an adapter of its kind, "adapter" the
     one in the folder `adapter`.
-    adapter: a folder with an adapter as PEFT saves it (LoRA, (IA)3, LoHa, LoKr, prompt tuning, prefix tuning), which
-    runs beside the weights, or is merged into them with `merge`; or several by name, of which `model.adapted(name)`
-    runs one, or one for each row.
+    adapter: a folder with an adapter as PEFT saves it, of LoRA, (IA)3, LoHa, LoKr, prompt tuning, prefix tuning or
+    adaption prompts. It runs beside the weights, or `merge` puts it into them. Several by name: `model.adapted(name)`
+    runs one of them, or one for each row.
     heads: also load the checkpoint's multi-token prediction heads, to draft with (`generate(draft="heads")`; "auto"
     uses them too). Each is one more layer, which every state of the model then keeps and every step runs. Or the folder
     or Hub id of a head that was published apart (EAGLE-3).

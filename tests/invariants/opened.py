@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from lmstate.models.model import Model
-from lmstate.training import OpeningAdapter, PrefixTuningConfig, PromptTuningConfig
+from lmstate.training import NetworkAdapter, PrefixTuningConfig, PromptTuningConfig
 from tests.zoo import ours
 
 POSITIONS = 11
@@ -20,6 +20,6 @@ def opened(case: str, keys: bool, positions: int = POSITIONS) -> Model:
     model = copy.copy(ours(case))
     config = PrefixTuningConfig(positions) if keys else PromptTuningConfig(positions)
     draw = torch.Generator().manual_seed(5)
-    learned = torch.randn(positions, config.width(model.network), generator=draw)
-    model.network, model._fingerprint = OpeningAdapter(config, learned).applied(model.network), None
+    learned = {name: torch.randn(shape, generator=draw) for name, shape in config.shapes(model.network).items()}
+    model.network, model._fingerprint = NetworkAdapter(config, learned).applied(model.network), None
     return model

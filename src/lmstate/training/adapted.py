@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,18 @@ from lmstate.ops.weights.grouped import FloatWeight, quantize
 from lmstate.ops.weights.lora import LoraWeight, Rescaling, Update
 from lmstate.training.adapter import CONFIG, Adapter
 from lmstate.training.adapter_config import ALL, AdapterConfig, module_key
+from lmstate.training.adaption import AdaptionPromptConfig
 from lmstate.training.lora import PEFT_REFUSES
 from lmstate.training.model import TrainedAdapter
 from lmstate.training.module_names import modules_of
-from lmstate.training.openings import OPENINGS, OpeningAdapter
+from lmstate.training.network_adapter import NetworkAdapter, NetworkConfig
+from lmstate.training.openings import PrefixTuningConfig, PromptTuningConfig
 
 EXPERT = re.compile(r"\.experts\.\d+\.")
+NETWORK_KINDS: dict[str, type[NetworkConfig]] = {
+    "PROMPT_TUNING": PromptTuningConfig, "P_TUNING": PromptTuningConfig, "PREFIX_TUNING": PrefixTuningConfig,
+    "ADAPTION_PROMPT": AdaptionPromptConfig,
+}  # fmt: skip
 Selection = Sequence[Adapter | None]
 """The adapter of each row; of all rows, if there is one."""
 
@@ -229,7 +234,7 @@ class AdaptedModel(Model):
     """
 
     def __init__(
-        self, weights: WeightLoader, adapters: Mapping[str, Adapter | OpeningAdapter], chosen: str | None
+        self, weights: WeightLoader, adapters: Mapping[str, Adapter | NetworkAdapter], chosen: str | None
     ) -> None:
         for adapter in adapters.values():
             adapter.to(weights.device)
@@ -245,17 +250,17 @@ class AdaptedModel(Model):
                 raise ModelError(f"there is no adapter {name!r:.80}; this model has {', '.join(self.adapters)}")
         self.chosen = tuple(names)
         chosen = [None if name is None else self.adapters[name] for name in names]
-        openings = [adapter for adapter in chosen if isinstance(adapter, OpeningAdapter)]
-        if openings and len(chosen) > 1:
+        others = [adapter for adapter in chosen if isinstance(adapter, NetworkAdapter)]
+        if others and len(chosen) > 1:
             raise ModelError(
-                "an adapter with learned positions was chosen for some rows of a batch; it is one for all rows: choose "
-                "it alone"
+                f"a {others[0].config.peft_type} adapter was chosen for some rows of a batch, and is one for all rows: "
+                "choose it alone"
             )
         selection = [adapter if isinstance(adapter, Adapter) else None for adapter in chosen]
         self._weights = AdaptedWeights(self._weights, selection)
         built = build_adapted(self._weights, selection)
-        if openings:
-            built.network = openings[0].applied(built.network)
+        for other in others:
+            built.network = other.applied(built.network)
         return built
 
     def adapted(self, adapter: str | Sequence[str | None] | None) -> AdaptedModel:
@@ -305,22 +310,6 @@ class LoraModel(TrainedAdapter):
         super().__init__(built.network, built.dtype, built.context_size)
         self._version = self.version
 
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.adapter.named_tensors()
-
-    @contextmanager
-    def apart(self) -> Iterator[tuple[list[Tensor], Iterator[Model]]]:
-        own = [part for _, part in self.adapter.parts()]
-        held = [part.storage for part in own]
-        leaves = [tensor.detach().requires_grad_() for tensor in held]
-        try:
-            for part, leaf in zip(own, leaves):
-                part.storage = leaf
-            yield leaves, itertools.repeat(self)
-        finally:
-            for part, tensor in zip(own, held):
-                part.storage = tensor
-
     def refresh(self) -> None:
         if self._version != self.version:
             self._version = self.version
@@ -331,11 +320,11 @@ class LoraModel(TrainedAdapter):
         self.adapter.save(folder, weights_of(self.name), {*self.modules, *self._experts})
 
 
-def load_adapter(folder: str | os.PathLike[str], model_type: object) -> Adapter | OpeningAdapter:
+def load_adapter(folder: str | os.PathLike[str], model_type: object) -> Adapter | NetworkAdapter:
     """Read an adapter of any kind. Raises as `Adapter.load`."""
     fields = Config(read_object(Path(folder) / CONFIG), f"{Path(folder) / CONFIG}")
-    if fields.str("peft_type", default="LORA") in OPENINGS:
-        return OpeningAdapter.load(Path(folder), fields)
+    if (kind := NETWORK_KINDS.get(fields.str("peft_type", default="LORA"))) is not None:
+        return NetworkAdapter.load(Path(folder), kind.read(Path(folder), fields))
     return Adapter.load(folder, model_type)
 
 
@@ -349,7 +338,7 @@ def adapted_model(weights: WeightLoader, adapter: object, merge: bool) -> Model:
     if not isinstance(adapter, str | os.PathLike):
         raise ModelError(f"adapter={adapter!r:.80} was given; give a folder, or a dict of names and folders")
     one = load_adapter(adapter, kind)
-    if merge and isinstance(one, OpeningAdapter):
+    if merge and isinstance(one, NetworkAdapter):
         raise ModelError(
             f"merge=True was asked for of {adapter}, which has learned positions and no matrices: leave it out"
         )

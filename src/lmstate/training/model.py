@@ -120,6 +120,27 @@ class TrainedAdapter(ParameterModel):
     def version(self) -> int:
         return hash(tuple((tensor._version, tensor.data_ptr()) for tensor in self.parameters()))
 
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        yield from ((name, part.storage) for name, part in self.adapter.parts())
+
+    def rebuilt(self) -> Model:
+        """The model as its parameters are now: a graph of them serves one backward."""
+        return self
+
+    @contextmanager
+    def apart(self) -> Iterator[tuple[list[Tensor], Iterator[Model]]]:
+        own = [part for _, part in self.adapter.parts()]
+        held = [part.storage for part in own]
+        leaves = [tensor.detach().requires_grad_() for tensor in held]
+        try:
+            for part, leaf in zip(own, leaves):
+                part.storage = leaf
+            yield leaves, iter(self.rebuilt, None)
+        finally:
+            for part, tensor in zip(own, held):
+                part.storage = tensor
+            self.rebuilt()
+
 
 _versions: weakref.WeakKeyDictionary[State, int] = weakref.WeakKeyDictionary()
 

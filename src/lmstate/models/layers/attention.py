@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from lmstate import ops
+from lmstate.models.layers.adaption import AdaptionPrompt
 from lmstate.models.layers.base import FusableLayer
 from lmstate.models.layers.opening import LearnedKeys
 from lmstate.models.layers.rope import Rope
@@ -52,7 +53,7 @@ class Attention(FusableLayer):
     after they are rotated: where a norm comes after the rotation, that part is left of it there. `out_norm`: of the
     heads together, before `out`. `slopes` float32 `[H]`, `biases` float32 `[H, M]`: see `ops.AttentionParams`.
     `whole_pictures`: each token of a picture sees all of it, see `with_whole_pictures`. `learned`: keys and values of
-    the first positions, in place of the projected ones.
+    the first positions, in place of the projected ones. `prompt`: learned tokens that queries also attend to.
     """
 
     qkv: Weight
@@ -83,6 +84,7 @@ class Attention(FusableLayer):
     biases: Tensor | None = None
     whole_pictures: bool = False
     learned: LearnedKeys | None = None
+    prompt: AdaptionPrompt | None = None
 
     @property
     def kind(self) -> str:
@@ -97,8 +99,8 @@ class Attention(FusableLayer):
         )  # fmt: skip
 
     def sublayers(self, norm: Norm | None, post_norm: Norm | None, scale: float) -> tuple[ops.Sublayer, ...]:
-        parts = self.temperature, self.clip, self.turned_weight, self.out_norm, self.slopes, self.biases, self.learned
-        unknown = any(part is not None for part in parts)
+        parts = self.temperature, self.clip, self.turned_weight, self.out_norm, self.slopes, self.biases
+        unknown = any(part is not None for part in (*parts, self.learned, self.prompt))
         if unknown or self.gates not in (0, self.heads) or self.gate_act != "sigmoid":
             return ()
         sublayer = ops.AttentionSublayer(
@@ -151,10 +153,15 @@ class Attention(FusableLayer):
         seen = cache.attend(q, new, step, params, rotation)
         if not self.fuses(step):
             seen = with_whole_pictures(seen, q, rotation, step, cache, params, self.kv_heads, self.window)
+        if self.prompt is not None and not self.prompt.behind:
+            seen = seen + self.prompt.attend(q, rotation, step, self.scale)
         if self.gates:
             seen = gated(seen, behind, self.gate_act)
         mixed = seen.flatten(-2) if gate is None else ops.gated(seen.flatten(-2), gate)
-        return ops.linear(mixed, self.out, self.out_bias, norm=self.out_norm, residual=residual)
+        out = ops.linear(mixed, self.out, self.out_bias, norm=self.out_norm, residual=residual)
+        if self.prompt is None or not self.prompt.behind:
+            return out
+        return out + self.prompt.attend(q, rotation, step, self.scale).flatten(-2)
 
 
 def gated(seen: Tensor, gate: Tensor, act: GateAct = "sigmoid") -> Tensor:
