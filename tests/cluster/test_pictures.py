@@ -26,7 +26,7 @@ from lmstate.cluster.serving import FrontFiles
 from lmstate.cluster.wire import WireAnswer, pack, unpack
 from lmstate.engine import Engine, Request
 from lmstate.errors import StateError, UnsupportedError
-from lmstate.state import MediaSpan
+from lmstate.state import Media, MediaSpan
 from lmstate.vision.reader import PicturePrompt
 from tests.cluster.helpers import LocalChannel, fleet
 from tests.cluster.test_front import check
@@ -158,6 +158,9 @@ def test_pictures_that_come_damaged_are_refused(tmp_path: Path) -> None:
         path.write_bytes(data)
         with pytest.raises((ValueError, StateError)):
             read_picture(head, path)
+    asked = Media.of(media.embeddings, 7, text=[5, 9])  # type: ignore[arg-type]
+    path.write_bytes(whole[len(whole) - asked.embeddings.nbytes :])  # type: ignore[union-attr]
+    assert read_picture(picture_to_wire(asked, "a", "b"), path) == asked
     kept = KeptPictures()
     kept.put(media)
     with pytest.raises(ValueError, match="another token or length"):

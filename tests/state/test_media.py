@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lmstate
 from lmstate import Media, kv
-from lmstate.state.media import MediaSpan, identities
+from lmstate.state.media import MediaSpan, identities, spans_from_json, spans_to_json
 from tests.zoo import ours, pair, text
 
 PLACEHOLDER = 7
@@ -45,6 +45,14 @@ def story(
         spans.append(MediaSpan(len(ids), made))
         ids += [PLACEHOLDER] * made.count
     return ids, tuple(spans)
+
+
+def with_text(ids: list[int], spans: tuple[MediaSpan, ...]) -> tuple[MediaSpan, ...]:
+    """The same pictures, each one piece with up to five tokens of text behind it."""
+    ends = [span.at for span in spans[1:]] + [len(ids)]
+    pairs = ((span, ids[span.end : min(span.end + 5, end)]) for span, end in zip(spans, ends))
+    made = ((span.at, span.media, behind) for span, behind in pairs)
+    return tuple(MediaSpan(at, Media.of(one.embeddings, one.token, text=own)) for at, one, own in made)  # type: ignore
 
 
 def placed(state: lmstate.State, spans: tuple[MediaSpan, ...], row: int = 0) -> lmstate.State:
@@ -311,6 +319,7 @@ WHOLE = {
     "gemma3": None,
     "gemma3-pattern": None,
     "gemma4_unified": None,
+    "gemma3-pattern text": None,
     "gemma3 8 bits": kv.Quantized(8),
     "gemma3 4 bits": kv.Quantized(4),
 }
@@ -326,6 +335,8 @@ def test_whole_pictures_are_one_piece_however_the_text_is_cut(case: str, tmp_pat
     (model, policy), luck = whole_case(case), random.Random(case)
     ids, spans = story(model)
     more, others = story(model, seed=5)
+    if case.endswith("text"):
+        spans, others = with_text(ids, spans), with_text(more, others)
     ids, spans = [*ids, *more], (*spans, *(MediaSpan(span.at + len(ids), span.media) for span in others))
     state = model.new_state(kv=policy)
     assert state.whole_pictures
@@ -426,3 +437,21 @@ def test_tokens_of_a_whole_picture_see_the_rest_of_it(case: str) -> None:
         got = whole(model, ids, (*spans[:index], other, *spans[index + 1 :]))
         assert torch.equal(got[: changed.at], expected[: changed.at])
         assert not torch.allclose(got[changed.at], expected[changed.at], atol=1e-5)
+
+
+def test_records_of_pictures_with_text_are_checked() -> None:
+    model = ours("gemma3")
+    ids, spans = story(model)
+    spans = with_text(ids, spans)
+    told = spans_to_json(spans)
+    assert tuple(spans_from_json(told, ids)) == spans
+    assert sum(bool(span.media.text) for span in spans) > 1
+    longest = max(range(len(told)), key=lambda index: len(told[index]))
+    assert len(told[longest]) == 6
+    for damaged in ([], [1, "a"], [-1], [True], [2**40], 5, list(range(told[longest][2]))):
+        wrong = [list(each) for each in told]
+        wrong[longest][4] = damaged
+        with pytest.raises(lmstate.SnapshotError, match="damaged"):
+            spans_from_json(wrong, ids)
+    with pytest.raises(lmstate.StateError, match="several axes"):
+        Media.of(torch.zeros(2, 4), 1, torch.zeros(3, 2, dtype=torch.int64), [5])

@@ -306,6 +306,10 @@ def processor_of(family: str, folder: Path) -> Any:
             pixels, inner, t.LlavaOnevisionVideoProcessor(), num_image_tokens=16,
             vision_feature_select_strategy="full", vision_aspect_ratio="anyres_max_9", chat_template=TEMPLATE,
         )  # fmt: skip
+    elif family == "paligemma":
+        pixels = t.SiglipImageProcessorPil(size={"height": 8, "width": 8})
+        pixels.image_seq_length, inner.bos_token = 4, START
+        made = t.PaliGemmaProcessor(pixels, inner)
     elif family == "granite4_vision":
         pins = [[16, 32], [32, 16], [32, 32]]
         pixels = t.LlavaNextImageProcessorPil(size={"shortest_edge": 16}, crop_size=size, image_grid_pinpoints=pins)
@@ -357,3 +361,45 @@ def test_places_are_those_of_the_processor(family: str, tmp_path: Path, monkeypa
     logits = model([prompt.tokens], state)
     assert logits is not None
     torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_prompt_of_one_piece_is_that_of_the_processor(tmp_path: Path) -> None:
+    """PaliGemma: no chat template, pictures first, and tokens that see all of the prompt in front of an answer."""
+    import transformers as t
+
+    processor, given = processor_of("paligemma", tmp_path), config("paligemma")
+    words, size = processor.tokenizer, len(processor.tokenizer)
+    given.image_token_index, given.text_config.eos_token_id = words.convert_tokens_to_ids("<image>"), 257
+    given.text_config.vocab_size = size
+    theirs = t.AutoModelForImageTextToText.from_config(given).eval()
+    randomize(theirs)
+    theirs.save_pretrained(tmp_path)
+    files = [png(30, 20), png(16, 40, seed=1)]
+    model = lmstate.load(tmp_path, weights="float32")
+    prompt = model.encode(said("what is", *files, " this?"))
+    images = [Image.open(io.BytesIO(file)) for file in files]
+    inputs = processor(text=["<image><image>what is this?"], images=[images], return_tensors="pt")
+    assert inputs["input_ids"][0].tolist() == prompt.tokens
+    (span,) = prompt.media
+    assert (span.at, span.end) == (0, len(prompt)) and span.media.pictured == 8
+    inputs.pop("labels")
+    with torch.no_grad():
+        expected = theirs.generate(**inputs, max_new_tokens=9, do_sample=False, eos_token_id=size)
+    prompt.place(state := model.new_state())
+    assert (
+        model.generate(prompt.tokens, state, max_new_tokens=9, ignore_eos=True, return_ids=True)
+        == expected[0, len(prompt) :].tolist()
+    )
+    snapshot = state.snapshot(0)
+    snapshot.save(tmp_path / "row")
+    again = model.new_state()
+    again.restore(0, lmstate.Snapshot.load(tmp_path / "row"))
+    assert again.media(0) == state.media(0) and again.media(0)[0].media.text == span.media.text
+    assert torch.equal(model([[5]], again), model([[5]], state))
+    with pytest.raises(lmstate.StateError, match="and a text"):
+        other = model.new_state()
+        prompt.place(other)
+        model([[*prompt.tokens[:-1], 7]], other)
+    assert other.lengths == [0]
+    second = model.encode(said("another", *files))
+    assert second.identities[:8] != prompt.identities[:8], "what a picture's tokens saw depends on the question"

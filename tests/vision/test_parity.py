@@ -20,6 +20,7 @@ from tests.zoo import randomize
 from tests.zoo import text as words
 
 IMAGE = 98
+PREFIX = 11  # tokens of a question that are one piece with the pictures in front of it (PaliGemma)
 MARKS = (80, 81, 82, 83, 84)  # tokens around a picture that have embeddings of its tower (Ovis2)
 TEXT: dict[str, Any] = {
     "vocab_size": 99, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6,
@@ -185,6 +186,12 @@ def config(name: str) -> Any:
                 **SEEING, head_dim=8, num_key_value_heads=4, pooling_kernel_size=2, position_embedding_size=60
             )
         return getattr(t, f"{kind}Config")(text_config=text, vision_config=seeing, image_token_id=IMAGE)
+    if name.startswith("paligemma"):
+        seeing = t.SiglipVisionConfig(**SEEING, image_size=8, vision_use_head=False, projection_dim=48)
+        text = t.GemmaConfig(**TEXT, head_dim=8)
+        if name == "paligemma2":
+            text = t.Gemma2Config(**TEXT, head_dim=8, sliding_window=9, query_pre_attn_scalar=8)
+        return t.PaliGemmaConfig(vision_config=seeing, text_config=text, image_token_index=IMAGE, projection_dim=48)
     if name == "lfm2_vl":
         seeing = t.Siglip2VisionConfig(**SEEING, num_patches=16)
         text = t.Lfm2Config(**TEXT, block_multiple_of=32, layer_types=["conv", "full_attention"])
@@ -257,6 +264,8 @@ def pictures(name: str) -> tuple[dict[str, Tensor], list[int]]:
         mask = torch.ones(1, 3, 16, 16, dtype=torch.bool)
         mask[0, 1, 8:] = False
         return {"pixel_values": pixels[None], "pixel_attention_mask": mask}, [4, 4, 4]
+    if name.startswith("paligemma"):
+        return {"pixel_values": pixels[..., :8, :8]}, [4, 4, 4]
     if name == "deepseek_vl_hybrid":
         high = torch.randn(3, 3, 64, 64, generator=generator)
         return {"pixel_values": pixels, "high_res_pixel_values": high}, [16, 16, 16]
@@ -266,6 +275,8 @@ def pictures(name: str) -> tuple[dict[str, Tensor], list[int]]:
 def prompt(counts: list[int], name: str) -> list[int]:
     """A text that begins and ends with a picture. Rows of tiles have tokens between them where the family has."""
     first, second, third = counts
+    if name.startswith("paligemma"):
+        return [IMAGE] * sum(counts) + [min(token, IMAGE - 1) for token in words(30)[0].tolist()]
     ids = [IMAGE] * first + words(9)[0].tolist() + [IMAGE] * second + words(5, seed=1)[0].tolist() + [IMAGE] * third
     if name == "ovis2":
         for at, mark in ((first + 3, MARKS[4]), (first, MARKS[2]), (first - 2, MARKS[3]), (0, MARKS[0])):
@@ -288,7 +299,7 @@ def pair(name: str) -> tuple[Any, lmstate.Model, Tower]:
 
 
 GRIDS = ["qwen2_vl", "qwen2_5_vl", *WRAPPED]
-WHOLE = ["gemma3", "gemma4", "gemma4_unified"]  # whose pictures are computed as one piece
+WHOLE = ["gemma3", "gemma4", "gemma4_unified", "paligemma", "paligemma2"]  # whose pictures are computed as one piece
 FAMILIES = [
     *WHOLE, "gemma4_small", "llava", "llava_next", "internvl", "idefics3", "smolvlm", "mistral3", "lfm2_vl", *GRIDS,
     "llama4", "idefics2", "llava_onevision", "deepseek_vl", "deepseek_vl_hybrid", "minicpmv4_6", "granite4_vision",
@@ -313,6 +324,8 @@ def test_logits_are_those_of_transformers_at_any_cut(name: str, monkeypatch: pyt
         if name == "gemma3"
         else {}
     )
+    if name.startswith("paligemma"):
+        beside["token_type_ids"] = (torch.arange(len(ids)) >= 12 + PREFIX).long()[None]
     if name == "gemma4_unified":  # in its `generate` and in Gemma 4 layers that see everything stay causal
         beside["attention_mask"] = theirs.create_masks_for_generate(
             theirs.config, inputs_embeds=torch.zeros(1, len(ids), 48), attention_mask=None, cache=None,
@@ -320,8 +333,8 @@ def test_logits_are_those_of_transformers_at_any_cut(name: str, monkeypatch: pyt
         )  # fmt: skip
     with torch.no_grad():
         expected = theirs(input_ids=torch.tensor([ids]), **inputs, **beside).logits[0]
-    spans = tower.media(inputs, ids)
-    assert sum(span.media.count for span in spans if span.media.token == IMAGE) == sum(counts)
+    spans = tower.media(inputs, ids[: 12 + PREFIX] if name.startswith("paligemma") else ids)
+    assert sum(span.media.pictured for span in spans if span.media.token == IMAGE) == sum(counts)
 
     def fed(sizes: list[int]) -> Tensor:
         state, parts, at = model.new_state(), [], 0
@@ -356,7 +369,7 @@ def test_a_picture_that_was_seen_is_found_again(name: str) -> None:
 
 
 def test_every_family_is_compared() -> None:
-    assert {*FAMILIES} - {"gemma4_small"} == {*families.FAMILIES}
+    assert {*FAMILIES} - {"gemma4_small", "paligemma2"} == {*families.FAMILIES}
 
 
 def test_places_that_do_not_fit() -> None:

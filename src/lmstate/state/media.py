@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lmstate.errors import SnapshotError, StateError
 from lmstate.state.sources import Source, named
-from lmstate.state.validate import whole_number
+from lmstate.state.validate import token_ids, whole_number
 
 AXES = 3  # of positions: time, height, width
 FARTHEST = 2**31  # a position on an axis lies below
@@ -30,7 +30,8 @@ class Media:
     its positions. `embeddings` float32 `[N, E]` are as they enter the first block; None where they were let go. In
     `[N, (1 + D) E]` the others are added to the stream behind the first D blocks (DeepStack, 2406.04334).
     `positions` int64 `[3, N]` are those of the rope's axes (time, height, width), counted from its first token; None
-    where a picture has positions as a text has.
+    where a picture has positions as a text has. `text` are the ids of tokens behind its embeddings that are one piece
+    with it (PaliGemma's question): they are among its `count` positions, and have embeddings of their own.
     """
 
     hash: str
@@ -38,17 +39,30 @@ class Media:
     count: int
     embeddings: Tensor | None = field(compare=False, repr=False)
     positions: Tensor | None = field(default=None, compare=False, repr=False)
+    text: tuple[int, ...] = ()
 
     @staticmethod
-    def of(embeddings: Tensor, token: int, positions: Tensor | None = None) -> Media:
+    def of(embeddings: Tensor, token: int, positions: Tensor | None = None, text: Sequence[int] = ()) -> Media:
         """A picture of these embeddings `[N, E]` or `[N, (1 + D) E]`. Raises `StateError` for anything else."""
         if not isinstance(embeddings, Tensor) or embeddings.ndim != 2 or not embeddings.is_floating_point():
             raise StateError(f"embeddings are {_shown(embeddings)}; those of a picture are float32 [N, E]")
         if not embeddings.numel():
             raise StateError(f"embeddings are {_shown(embeddings)}; a picture has at least one position")
         embeddings, token = embeddings.float(), whole_number(token, "a token id")
-        _check_positions(positions, len(embeddings))
-        return Media(_digest(embeddings, token, positions), token, len(embeddings), embeddings, positions)
+        behind = tuple(token_ids(text, "the text of a picture"))
+        _check_positions(positions, len(embeddings), behind)
+        hash, count = _digest(embeddings, token, positions, behind), len(embeddings) + len(behind)
+        return Media(hash, token, count, embeddings, positions, behind)
+
+    @property
+    def pictured(self) -> int:
+        """Number of positions that have embeddings of the picture: N."""
+        return self.count - len(self.text)
+
+    @property
+    def ids(self) -> list[int]:
+        """The token at each of its positions."""
+        return [*[self.token] * self.pictured, *self.text]
 
     @cached_property
     def extent(self) -> int:
@@ -111,10 +125,11 @@ def overlaid(x: Tensor, media: Sequence[Spans], starts: Sequence[int], ends: Seq
         start, stop = starts[row], ends[row]
         for span in within(spans, start, stop):
             assert span.media.embeddings is not None  # a state plans no step without them
-            first, last = max(start, span.at), min(stop, span.end)
-            out = x.clone() if out is x else out
-            own = span.media.embeddings[first - span.at : last - span.at, : x.shape[-1]]
-            out[row, first - start : last - start] = own.to(x)
+            first, last = max(start, span.at), min(stop, span.at + span.media.pictured)
+            if first < last:
+                out = x.clone() if out is x else out
+                own = span.media.embeddings[first - span.at : last - span.at, : x.shape[-1]]
+                out[row, first - start : last - start] = own.to(x)
     return out
 
 
@@ -135,7 +150,7 @@ def deepened(x: Tensor, media: Sequence[Spans], starts: Sequence[int], ends: Seq
     for row, (spans, start, stop) in enumerate(zip(media, starts, ends)):
         for span in within(spans, start, stop):
             assert span.media.embeddings is not None
-            first, last = max(start, span.at), min(stop, span.end)
+            first, last = max(start, span.at), min(stop, span.at + span.media.pictured)
             added = span.media.embeddings[first - span.at : last - span.at, (1 + block) * width : (2 + block) * width]
             if added.numel():
                 out = x.clone() if out is x else out
@@ -188,27 +203,29 @@ def refusal(spans: Spans, tokens: Sequence[int], vocab_size: int, width: int, la
         if span.at < behind:
             return f"{where} begins before the one in front of it ends, at {behind}"
         behind = span.end
-        if not 0 <= media.token < vocab_size:
-            return f"{where} has the token id {media.token}; this model's ids are 0 to {vocab_size - 1}"
+        if wrong := [token for token in (media.token, *media.text) if not 0 <= token < vocab_size]:
+            return f"{where} has the token id {wrong[0]}; this model's ids are 0 to {vocab_size - 1}"
         whole = range(width, (1 + layers) * width + 1, width)
         if media.embeddings is not None and media.embeddings.shape[-1] not in whole:
             return f"{where} has embeddings {list(media.embeddings.shape)}; this model's are as wide as {width}"
         if media.positions is not None and not axes:
             return f"{where} has positions of {AXES} axes; this model's rope has one"
-        if (wrong := misplaced((span,), 0, tokens)) is not None:
-            return wrong
+        if (other := misplaced((span,), 0, tokens)) is not None:
+            return other
     return None
 
 
 def misplaced(spans: Spans, start: int, ids: Sequence[int]) -> str | None:
     """Reason that `ids`, the tokens of a row from `start` on, do not fit its pictures; None if they do."""
     for span in within(spans, start, start + len(ids)):
+        own = span.media.ids
         for at in range(max(start, span.at), min(start + len(ids), span.end)):
-            if ids[at - start] != span.media.token:
+            if ids[at - start] != own[at - span.at]:
+                behind = " and a text" if span.media.text else ""
                 return (
                     f"the token at {at} is {ids[at - start]}, and a picture of {span.media.count} positions stands at "
-                    f"{span.at}: each of its tokens is {span.media.token}; to put another text there, rewind to "
-                    f"{span.at} first"
+                    f"{span.at}: each of its tokens is {span.media.token}{behind}; to put another text there, rewind "
+                    f"to {span.at} first"
                 )
     return None
 
@@ -226,8 +243,9 @@ def span_tensors(spans: Spans) -> dict[str, Tensor]:
 
 
 def span_record(spans: Spans) -> list[list[Any]]:
-    """The rest of pictures for a file: position, token id, number of positions and hash of each."""
-    return [[span.at, span.media.token, span.media.count, span.media.hash] for span in spans]
+    """The rest of pictures for a file: position, token id, number of positions and hash of each, and its text."""
+    texts = ([list(span.media.text)] if span.media.text else [] for span in spans)
+    return [[span.at, span.media.token, span.media.count, span.media.hash, *text] for span, text in zip(spans, texts)]
 
 
 def read_spans(where: object, record: Any, tensors: dict[str, Tensor]) -> Spans:
@@ -240,12 +258,16 @@ def read_spans(where: object, record: Any, tensors: dict[str, Tensor]) -> Spans:
     spans = []
     for index, each in enumerate(record if isinstance(record, list) else [None]):
         kinds = tuple(map(type, each)) if isinstance(each, list) else ()
-        if kinds != (int, int, int, str) or min(each[:3]) < 0 or max(each[:3]) >= FARTHEST or not each[2]:
+        text = tuple(each[4]) if kinds[4:] == (list,) else ()
+        numbers = [*each[:3], *text] if kinds[:4] == (int, int, int, str) else [-1]
+        if len(kinds) > 5 or {*map(type, numbers)} != {int} or min(numbers) < 0 or max(numbers) >= FARTHEST:
             raise SnapshotError(f"{where} is damaged: its record of pictures is malformed")
-        at, token, count, known = each
+        at, token, count, known = each[:4]
+        if count <= len(text) or (len(kinds) == 5) != bool(text):
+            raise SnapshotError(f"{where} is damaged: its record of pictures is malformed")
         embeddings = tensors.pop(f"media.{index}.embeddings", None)
         positions = tensors.pop(f"media.{index}.positions", None)
-        spans.append(MediaSpan(at, _read(where, Media(known, token, count, embeddings, positions))))
+        spans.append(MediaSpan(at, _read(where, Media(known, token, count, embeddings, positions, text))))
     return tuple(spans)
 
 
@@ -276,8 +298,9 @@ def spans_from_json(told: Any, tokens: Sequence[int]) -> list[MediaSpan]:
 def _read(where: object, media: Media) -> Media:
     """A picture of a file, checked. Without embeddings its hash cannot be, and is believed."""
     try:
-        _check_positions(media.positions, media.count)
-        made = media if media.embeddings is None else Media.of(media.embeddings, media.token, media.positions)
+        _check_positions(media.positions, media.count, media.text)
+        tensors = media.embeddings, media.positions
+        made = media if tensors[0] is None else Media.of(tensors[0], media.token, tensors[1], media.text)
     except StateError as error:
         raise SnapshotError(f"{where} is damaged: {error}") from None
     if made != media:
@@ -285,9 +308,11 @@ def _read(where: object, media: Media) -> Media:
     return media
 
 
-def _check_positions(positions: Tensor | None, count: int) -> None:
+def _check_positions(positions: Tensor | None, count: int, text: Sequence[int]) -> None:
     if positions is None:
         return
+    if text:
+        raise StateError("a picture with positions of several axes has a text behind it; give one or the other")
     expected = (AXES, count)
     if not isinstance(positions, Tensor) or positions.dtype != torch.int64 or positions.shape != expected:
         raise StateError(f"positions are {_shown(positions)}; those of this picture are int64 {list(expected)}")
@@ -295,8 +320,9 @@ def _check_positions(positions: Tensor | None, count: int) -> None:
         raise StateError(f"positions of a picture are numbers from 0 to {FARTHEST - 1}")
 
 
-def _digest(embeddings: Tensor, token: int, positions: Tensor | None) -> str:
-    digest = hashlib.sha256(f"{token} {list(embeddings.shape)} {positions is not None}\n".encode())
+def _digest(embeddings: Tensor, token: int, positions: Tensor | None, text: Sequence[int]) -> str:
+    behind = f" {list(text)}" if text else ""
+    digest = hashlib.sha256(f"{token} {list(embeddings.shape)} {positions is not None}{behind}\n".encode())
     for tensor in (embeddings, positions):
         if tensor is not None:
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -210,6 +210,7 @@ FAMILIES: dict[str, Tiles] = {
     "minicpmv4_6": strips,
     "mistral3": sized,
     "ovis2": rows,
+    "paligemma": rows,
     "qwen2_5_vl": grids,
     "qwen2_vl": grids,
     "qwen3_5": grids,
@@ -224,6 +225,8 @@ FEATURES: dict[str, Callable[[Any, dict[str, Tensor]], Tensor]] = {"granite4_vis
 MARKS: dict[str, Callable[[Any, Any], dict[int, Tensor]]] = {"ovis2": visual_indicators}
 # The function that writes the places of a picture, where it is not `replaced`.
 WRITERS: dict[str, Callable[[Any, Inputs, int], str]] = {"idefics2": bounded, "minicpmv4_6": numbered}
+# Whose pictures are one piece with all of the prompt, which they begin.
+PREFIXED = frozenset({"paligemma"})
 # Changes of a text behind the places of all pictures.
 TIDIED: dict[str, Callable[[Any, str], str]] = {"idefics2": between_bounds}
 # Whose pictures are one tile each, and stand in a text as one run of places and nothing else.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lmstate.errors import ModelError, StateError, UnsupportedError
 from lmstate.state.media import Media, MediaSpan
-from lmstate.vision.families import FAMILIES, FEATURES, MARKS, Tile, pooled
+from lmstate.vision.families import FAMILIES, FEATURES, MARKS, PREFIXED, Tile, pooled
 
 KEPT_BYTES = 2**28  # of embeddings of pictures that were seen before
 # Parameters of the text model, which is left out.
@@ -93,6 +93,11 @@ class Tower:
             raise StateError(
                 f"the pictures take {count} places, and the text has {len(places)} tokens {self.placeholder} for them"
             )
+        if self.family in PREFIXED and places:
+            if places != list(range(len(places))):
+                raise StateError("the pictures of this model come first in its prompt, and here a text does")
+            whole = torch.cat([embeddings for embeddings, _ in seen])
+            return (MediaSpan(0, Media.of(whole, self.placeholder, text=ids[len(places) :])),)
         spans = []
         for embeddings, positions in seen:
             own, places = places[: len(embeddings)], places[len(embeddings) :]

@@ -180,6 +180,16 @@ class CheckpointFolder:
         return file
 
 
+# Chat templates of families that publish none, as their processors in transformers write a prompt.
+PROMPTS = {
+    "paligemma": """
+{%- for m in messages if m.content is not string %}{% for part in m.content if part.type == "image" %}<image>
+{%- endfor %}{% endfor %}{{ bos_token }}
+{%- for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}
+{%- for part in m.content if part.type == "text" %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}{{ "\\n" }}""",
+}
+
+
 def tokenizer_files(path: Path) -> TokenizerFiles | None:
     """The tokenizer of a directory: tokenizer.json, and the settings and chat templates that lie beside it."""
     if not (path / "tokenizer.json").is_file():
@@ -198,6 +208,8 @@ def tokenizer_files(path: Path) -> TokenizerFiles | None:
             {"name": "default", "template": settings.get("chat_template")},
             {"name": "tool_use", "template": tool_use},
         ]
+    if settings.get("chat_template") is None and (path / "config.json").is_file():
+        settings["chat_template"] = PROMPTS.get(str(read_object(path / "config.json").get("model_type")))
     return TokenizerFiles(path / "tokenizer.json", settings)
 
 

@@ -205,8 +205,8 @@ def build(w: WeightLoader) -> Model:
     text, family = whole.fields("text_config"), w.config.str("model_type", default="")
     if text is None and family in FLAT:
         text = Config({**w.config, "model_type": FLAT[family]}, w.config.where)
-    if family == "paligemma" and text is not None and not text.given("use_bidirectional_attention"):
-        text = Config({**text, "use_bidirectional_attention": True}, text.where)  # which its class takes for granted
+    if family == "paligemma" and text is not None:  # both directions in front of an answer, whatever the text's config
+        text = Config({**text, "use_bidirectional_attention": False, "whole_pictures": True}, text.where)
     family = (w.config if text is None else text).str("model_type")
     if family not in FAMILIES:  # said before anything is missed that such a model does not have
         known = ", ".join(sorted(FAMILIES))

@@ -24,10 +24,11 @@ def build(w: WeightLoader) -> Model:
     inner = config.int("intermediate_size", low=1, high=b.MAX_SIZE)
     act = b.activation(config, default="gelu_pytorch_tanh")
     act = "gelu_tanh" if act == "gelu" else act  # the first configs say gelu, and mean the one that was trained
+    whole = config.bool("whole_pictures", default=False)  # of PaliGemma
     rope, normed = make_rope(config, shape.head_dim).to(w.device), b.rms_norms(w, shape, plus_one=True)
     block = b.pre_norm(
         normed,
-        lambda _, name: b.attention(w, name, shape, rope),
+        lambda _, name: b.attention(w, name, shape, rope, whole_pictures=whole),
         lambda _, name: b.mlp(w, name, shape.hidden, inner, act),
     )
     return b.decoder(w, shape, block, final_norm=normed("model.norm"), embed_scale=shape.hidden**0.5)

@@ -38,6 +38,7 @@ def build(w: WeightLoader) -> Model:
     config, shape = w.config, b.Dims.of(w.config)
     if config.bool("use_bidirectional_attention", default=False):
         raise ModelError(f"{config.where} asks for attention in both directions; only causal models are supported")
+    whole = third or config.bool("whole_pictures", default=False)  # which PaliGemma says of a text model of Gemma 2
     inner = config.int("intermediate_size", low=1, high=b.MAX_SIZE)
     act = b.activation(config, "hidden_activation", "gelu_pytorch_tanh")
     window = b.layer_windows(config, shape.layers, full_every=6 if third else 2)
@@ -64,7 +65,8 @@ def build(w: WeightLoader) -> Model:
         )
         mixer = b.attention(
             w, f"{layer}.self_attn", shape, full if window[index] is None else local,
-            window=window[index], q_norm=q_norm, k_norm=k_norm, scale=scale, softcap=softcap, whole_pictures=third,
+            window=window[index], q_norm=q_norm, k_norm=k_norm, scale=scale, softcap=softcap,
+            whole_pictures=whole, beyond_window=whole,
         )  # fmt: skip
         return Block(
             mixer,

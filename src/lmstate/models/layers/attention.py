@@ -52,8 +52,9 @@ class Attention(FusableLayer):
     `clip`: clamps q, k and v to +-clip. `turned_weight` float32 `[D]` multiplies queries
     after they are rotated: where a norm comes after the rotation, that part is left of it there. `out_norm`: of the
     heads together, before `out`. `slopes` float32 `[H]`, `biases` float32 `[H, M]`: see `ops.AttentionParams`.
-    `whole_pictures`: each token of a picture sees all of it, see `with_whole_pictures`. `learned`: keys and values of
-    the first positions, in place of the projected ones. `prompt`: learned tokens that queries also attend to.
+    `whole_pictures`: each token of a picture sees all of it, see `with_whole_pictures`; with `beyond_window` also what
+    of it lies farther back than a window. `learned`: keys and values of the first positions, in place of the projected
+    ones. `prompt`: learned tokens that queries also attend to.
     """
 
     qkv: Weight
@@ -83,6 +84,7 @@ class Attention(FusableLayer):
     slopes: Tensor | None = None
     biases: Tensor | None = None
     whole_pictures: bool = False
+    beyond_window: bool = False
     learned: LearnedKeys | None = None
     prompt: AdaptionPrompt | None = None
 
@@ -152,7 +154,9 @@ class Attention(FusableLayer):
         params = ops.AttentionParams(self.scale, self.softcap, self.sinks, self.slopes, self.biases)
         seen = cache.attend(q, new, step, params, rotation)
         if not self.fuses(step):
-            seen = with_whole_pictures(seen, q, rotation, step, cache, params, self.kv_heads, self.window)
+            seen = with_whole_pictures(
+                seen, q, rotation, step, cache, params, self.kv_heads, self.window, self.beyond_window
+            )
         if self.prompt is not None and not self.prompt.behind:
             seen = seen + self.prompt.attend(q, rotation, step, self.scale)
         if self.gates:

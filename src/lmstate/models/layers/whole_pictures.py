@@ -24,11 +24,12 @@ def with_whole_pictures(
     params: ops.AttentionParams,
     kv_heads: int,
     window: int | None,
+    beyond: bool,
 ) -> Tensor:
     """Return `seen` `[R, T, H, Dv]`, the causal attention of the queries q `[R, T, H, D]`, with that in pictures whole.
 
     rotation: that q is yet to be turned by. The keys of the step are stored already. `window`: positions up to its own
-    that a query sees, and the rest of its picture.
+    that a query sees, and the rest of its picture. `beyond`: and what of its picture lies farther back than that.
     """
     out = seen.clone()
     for row, start, stop in step.pictures:
@@ -39,7 +40,7 @@ def with_whole_pictures(
         count, mask, bounded = stop - start, ops.FULL_CAUSAL, params
         if window is not None and stop > window:  # else each of them sees the row from its beginning on
             mask = ops.CausalMask(window + count - 1)
-            bounded = params._replace(biases=_out_of_sight(window, count, q.shape[2], kv_heads).to(q.device))
+            bounded = params._replace(biases=_out_of_sight(window, count, q.shape[2], kv_heads, beyond).to(q.device))
         folded = ops.as_heads(queries, kv_heads)
         placed = folded.new_zeros(step.rows, *folded.shape[1:])
         placed[row] = folded[0]
@@ -53,10 +54,15 @@ def with_whole_pictures(
 
 
 @lru_cache(maxsize=4)
-def _out_of_sight(window: int, count: int, heads: int, kv_heads: int) -> Tensor:
-    """Biases by distance from the last of `count` positions, for heads as `ops.as_heads` makes them of the tokens
-    there: float32 `[H * count, M]`, minus infinity where a key lies `window` positions or more before the token."""
+def _out_of_sight(window: int, count: int, heads: int, kv_heads: int, beyond: bool) -> Tensor:
+    """Biases by distance from the last of `count` positions: float32 `[H * count, M]`.
+
+    For heads as `ops.as_heads` makes them of the tokens there. Minus infinity where a key lies `window` positions or
+    more before the token; with `beyond`, only where the key is not of the picture.
+    """
     with torch.inference_mode(False):
-        far = torch.arange(window + count - 1) >= window + torch.arange(count - 1, -1, -1)[:, None]  # [count, M]
+        distance = torch.arange(window + count - 1)
+        far = distance >= window + torch.arange(count - 1, -1, -1)[:, None]  # [count, M]
+        far = far & (distance >= count) if beyond else far
         biases = torch.zeros(far.shape).masked_fill(far, -torch.inf)
         return biases.repeat_interleave(heads // kv_heads, dim=0).repeat(kv_heads, 1)

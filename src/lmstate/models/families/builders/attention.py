@@ -37,6 +37,7 @@ def attention(
     out_biased: bool | None = None,
     unbiased: str | None = None,
     whole_pictures: bool = False,
+    beyond_window: bool = False,
 ) -> Attention:
     """Attention whose projections are `q_proj`, `k_proj`, `v_proj`, `o_proj` under `prefix`, with or without biases.
 
@@ -75,6 +76,7 @@ def attention(
         reads=reads,
         gates=0 if gates is None else gates[1],
         whole_pictures=whole_pictures,
+        beyond_window=beyond_window,
     )
 
 
