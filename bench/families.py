@@ -48,7 +48,7 @@ LEFT_OUT = {
         ("moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody", "trocr", "git", "got_ocr2",
          "emu3", "fuyu", "blt", "mllama"), SPEECH),
     **dict.fromkeys(
-        ("dots3_note", "dots3_note_text", "minimax_m3_vl_text",
+        ("dots3_note", "dots3_note_text",
          "qwen4_exp", "qwen4_exp_text"), SPARSE),
     **dict.fromkeys(("ctrl", "cpmant", "gpt_neox_japanese", "openai-gpt", "reformer"), OLD),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), DRAFTER),

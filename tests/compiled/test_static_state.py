@@ -11,10 +11,10 @@ from lmstate import CapacityError, PendingError, StateError, UnsupportedError
 from tests.compiled.static_mirror import CAPACITY, StaticMirror
 from tests.invariants.mirror import Fault, close, failing_layer
 from tests.sweeps import sampled
-from tests.zoo import CASES, COMPRESSED, SAMPLE, ours, text
+from tests.zoo import CASES, GROWING, SAMPLE, ours, text
 
 STRETCHING = ("llama-dynamic", "llama-longrope", "phi3-longrope", "phimoe-longrope")
-CASES_STATIC = [case for case in CASES if case not in (*STRETCHING, *COMPRESSED)]
+CASES_STATIC = [case for case in CASES if case not in (*STRETCHING, *GROWING)]
 every_family = pytest.mark.parametrize("case", sampled(CASES_STATIC, {*CASES_STATIC} & {*SAMPLE}))
 KINDS = ("llama", "mistral", "gemma3-pattern", "llama4-interleaved", "deepseek_v2", "lfm2", "qwen3_next", "zamba2")
 every_kind = pytest.mark.parametrize("case", KINDS)

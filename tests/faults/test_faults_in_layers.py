@@ -16,6 +16,7 @@ KINDS = [
     "deepseek_v3",
     "deepseek_v32",
     "deepseek_v4",
+    "minimax_m3",
     "qwen3_next",
     "mamba2",
     "mamba",

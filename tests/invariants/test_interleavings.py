@@ -31,6 +31,7 @@ KINDS = {
     "latent": "deepseek_v3",
     "chosen positions": "deepseek_v32",
     "compressed entries": "deepseek_v4",
+    "chosen blocks": "minimax_m3",
     "gated delta": "qwen3_next-dense",  # without experts: two nearly as good may change places with a rounding
     "channel-gated delta": "kimi_linear",
     "Mamba-2": "mamba2",

@@ -44,7 +44,7 @@ for kind in KINDS:
     CASES.update(import_module(f"tests.zoo.{kind}").CASES)
 ENCODERS: dict[str, Make] = import_module("tests.zoo.encoders").CASES  # whose tokens read a source
 SOUNDS: dict[str, SourceFeatures] = {}  # that `source` made, by their hashes
-COMPRESSED = tuple(case for case in CASES if case.startswith("deepseek_v4"))
+GROWING = tuple(case for case in CASES if case.startswith(("deepseek_v4", "minimax_m3")))
 """Cases whose states are neither static nor quantized."""
 TEXT_PARTS = import_module("tests.zoo.text_parts").CASES  # the layers of other cases, in wrappers
 
@@ -81,7 +81,7 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> None:
         if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
             buffer += 0.3 * torch.randn(buffer.shape, generator=generator)
         if name.endswith("tid2eid"):  # experts of each token, none of them twice
-            most = model.config.n_routed_experts
+            most = int(getattr(model, "config").n_routed_experts)  # noqa: B009
             buffer[:] = torch.rand(len(buffer), most, generator=generator).argsort(-1)[:, : buffer.shape[1]]
         if name.endswith("balancing_biases"):  # the same; the last one's stays, and is one that others may be below
             buffer[:-1] = buffer[-1] + 0.005 * torch.randn(len(buffer) - 1, generator=generator)

@@ -56,6 +56,13 @@ _FACTORS = [1.0, 1.3, 1.7, 2.0]
 _SECTIONS = {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
 _YARN = _rope("yarn", factor=8.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0)
 
+_m3 = partial(
+    _config, "MiniMaxM3VLTextConfig", head_dim=16, intermediate_size=24, num_local_experts=8, num_experts_per_tok=3,
+    dense_intermediate_size=40, shared_intermediate_size=32, index_n_heads=2, index_head_dim=16, index_block_size=8,
+    index_topk_blocks=3, rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse", "minimax_m3_sparse"],
+    mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+)  # fmt: skip
 CASES = {
     "qwen2_moe": partial(
         _config, "Qwen2MoeConfig", num_experts=5, num_experts_per_tok=2, shared_expert_intermediate_size=40
@@ -110,6 +117,11 @@ CASES = {
     "minimax_m2-whole": partial(
         _config, "MiniMaxM2Config", head_dim=8, intermediate_size=40, num_local_experts=4, num_experts_per_tok=3,
         num_key_value_heads=6, tie_word_embeddings=True,
+    ),
+    "minimax_m3": partial(_m3, num_hidden_layers=4),
+    "minimax_m3-groups": partial(
+        _m3, num_attention_heads=4, index_n_heads=4, index_block_size=5, index_topk_blocks=7, index_local_blocks=2,
+        index_head_dim=24, layer_types=["minimax_m3_sparse"] * 3, mlp_layer_types=["sparse"] * 3,
     ),
     "dots1": partial(
         _config, "Dots1Config", head_dim=16, n_routed_experts=6, num_experts_per_tok=2, n_shared_experts=2,

@@ -5,6 +5,7 @@ from lmstate.state.kv.eviction.latent import EvictingLatentState
 from lmstate.state.kv.factory import (
     attention_state,
     compressed_state,
+    indexed_attention_state,
     indexed_latent_state,
     keeping_all,
     latent_state,
@@ -14,6 +15,7 @@ from lmstate.state.layers.base import LayerState, Layout
 from lmstate.state.layers.composite import CompositeState
 from lmstate.state.layers.compressed import CompressedState, Pooling, WindowedVectors
 from lmstate.state.layers.cross import CrossState
+from lmstate.state.layers.indexed_attention import BlockChoice, IndexedAttentionState
 from lmstate.state.layers.latent import IndexKeys, LatentState
 from lmstate.state.layers.recurrent import RecurrentState
 from lmstate.state.layers.shared_kv import SharedState
@@ -27,12 +29,14 @@ from lmstate.state.step import Step
 
 __all__ = [
     "AttentionState",
+    "BlockChoice",
     "BlockPool",
     "CompositeState",
     "CompressedState",
     "CrossState",
     "EvictingLatentState",
     "IndexKeys",
+    "IndexedAttentionState",
     "KeyValueState",
     "LatentState",
     "LayerState",
@@ -51,6 +55,7 @@ __all__ = [
     "WindowedVectors",
     "attention_state",
     "compressed_state",
+    "indexed_attention_state",
     "indexed_latent_state",
     "keeping_all",
     "latent_state",

@@ -123,6 +123,7 @@ FAMILIES = {
     "minicpm3": "minicpm3",
     "minimax": "minimax",
     "minimax_m2": "minimax_m2",
+    "minimax_m3_vl_text": "minimax_m3",
     "ministral": "mistral",
     "ministral3": "mistral",
     "mistral": "mistral",

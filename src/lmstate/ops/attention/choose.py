@@ -69,12 +69,12 @@ def choose_positions_reference(
     return chosen.masked_fill(chosen == size, -1)
 
 
-def gather_positions(stored: Stored, places: Tensor) -> Tensor:
-    """Vectors at positions int64 `[R, N]` of what is stored, `[R, 1, S, D]` -> `[R, N, D]`; zeros where one is -1."""
+def gather_positions(stored: Stored, places: Tensor, head: int = 0) -> Tensor:
+    """Vectors of a head at positions int64 `[R, N]` of what is stored, `[R, K, S, D]` -> `[R, N, D]`; zeros at -1."""
     body = dispatch.native(stored)
-    if body is not None and stored.shape[1] == 1:
-        return body.choosing.gather(stored, places.contiguous())
-    held = dense(stored)[:, 0]
+    if body is not None:
+        return body.choosing.gather(stored, places.contiguous(), head)
+    held = dense(stored)[:, head]
     index = (places.clamp(min=0) % max(held.shape[1], 1)).to(held.device)[..., None]
     found = held.gather(1, index.expand(-1, -1, held.shape[2]))
     return found.masked_fill((places < 0).to(held.device)[..., None], 0)

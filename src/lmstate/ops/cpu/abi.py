@@ -145,7 +145,7 @@ CHOOSE = CStruct(
     "q q_row q_token q_head w_row w_token key_row key_slot table_row block kind threads rate",
 )  # fmt: skip
 GATHER = CStruct(
-    "gather_args", "P source table chosen to", "q rows count bytes slots row slot table_row block threads"
+    "gather_args", "P source table chosen to", "q rows count bytes slots row slot table_row block threads head"
 )  # fmt: skip
 PER_HEAD_MATMUL = CStruct("per_head_matmul_args", "P x w y", "q rows heads inputs outputs kind threads x_row x_head")
 SLOT_ARRAY = CStruct("slot_array", "P stored undo_log", "q bytes")

@@ -59,11 +59,12 @@ class ChoosingBodies:
             raise ValueError(f"row {status - 1} does not fit: its start, its new tokens, and {slots} stored positions")
         return chosen
 
-    def gather(self, stored: Stored, chosen: Tensor) -> Tensor:
-        """Vectors of one head `[R, 1, S, D]` at positions int64 `[R, N]` -> `[R, N, D]`; zeros where one is -1."""
-        rows, _, slots, width = stored.shape
+    def gather(self, stored: Stored, chosen: Tensor, head: int = 0) -> Tensor:
+        """Vectors of a head of `[R, K, S, D]` at positions int64 `[R, N]` -> `[R, N, D]`; zeros where one is -1."""
+        rows, heads, slots, width = stored.shape
         out = torch.empty(*chosen.shape, width, dtype=stored.dtype)
-        if chosen.shape[0] != rows or stored.shape[1] != 1 or stored.stride(3) != 1 or not chosen.is_contiguous():
+        fits = chosen.shape[0] == rows and 0 <= head < heads and stored.stride(3) == 1
+        if not (fits and chosen.is_contiguous()):
             raise ValueError(f"positions {list(chosen.shape)} of {list(stored.shape)} cannot be gathered")
         size = out.element_size()
         (table,), (table_row, block) = table_pointers(stored), table_shape(stored)
@@ -71,6 +72,7 @@ class ChoosingBodies:
             source=stored.data_ptr(), table=table, chosen=chosen.data_ptr(), to=out.data_ptr(), rows=rows,
             count=chosen.shape[1], bytes=width * size, slots=slots, row=stored.stride(0) * size,
             slot=stored.stride(2) * size, table_row=table_row, block=block, threads=torch.get_num_threads(),
+            head=head * stored.stride(1) * size,
         )  # fmt: skip
         if status := self._gather(arguments):
             raise ValueError(f"a position of row {status - 1} is not stored: there are {slots}")

@@ -19,6 +19,7 @@ from lmstate.state.kv.quantized.blocks import BlockState
 from lmstate.state.layers.attention import AttentionState, KeyValueState
 from lmstate.state.layers.base import Layout
 from lmstate.state.layers.compressed import CompressedState, Pooling, WindowedVectors
+from lmstate.state.layers.indexed_attention import BlockChoice, IndexedAttentionState
 from lmstate.state.layers.latent import IndexedLatentState, LatentState, Shift
 
 
@@ -96,6 +97,33 @@ def indexed_latent_state(
     return IndexedLatentState(
         layout, latent_dim, rope_dim, index_dim, rotate_by=rotate_by, rotate_index_by=rotate_index_by
     )
+
+
+def indexed_attention_state(
+    layout: Layout,
+    kv_heads: int,
+    head_dim: int,
+    index_dim: int,
+    choice: BlockChoice,
+    *,
+    rotate_by: Shift | None,
+    rotate_index_by: Shift,
+) -> IndexedAttentionState:
+    """The state of a layer whose index chooses blocks of keys and values.
+
+    Raises `UnsupportedError` for static states, and for policies that forget or quantize.
+    """
+    layout = keeping_all(layout)
+    refused = "kv=" + str(layout.kv) if isinstance(layout.kv, Quantized) else "static=True" if layout.static else None
+    if refused is not None:
+        raise UnsupportedError(
+            f"{refused} was asked for; a layer of this model gathers blocks of keys and values that an index chooses, "
+            "which is done for growing states in floats alone: leave it out, or use Dense()"
+        )
+    return IndexedAttentionState(
+        stored_as(layout, layout.kv), kv_heads, head_dim, index_dim, choice, rotate_by=rotate_by,
+        rotate_index_by=rotate_index_by,
+    )  # fmt: skip
 
 
 def compressed_state(

@@ -152,6 +152,7 @@ typedef struct {
   const int64_t *chosen; /* [R, N]: positions, or -1 */
   void *to;              /* [R, N, D], contiguous: zeros where there is none */
   int64_t rows, count, bytes, slots, row, slot, table_row, block, threads; /* bytes of a vector, and strides in bytes */
+  int64_t head; /* bytes in front of the head whose vectors are wanted */
 } gather_args;
 
 /* 0, or 1 + the row of which a position is not stored. */
@@ -164,8 +165,8 @@ int64_t lmstate_gather(const gather_args *a) {
     char *to = (char *)a->to + i * a->bytes;
     if (a->chosen[i] < 0) memset(to, 0, (size_t)a->bytes);
     else
-      memcpy(to, position_at(a->source, r * a->row, a->table ? a->table + r * a->table_row : NULL, a->block, a->slots, 0,
-                             a->slot, a->chosen[i]), (size_t)a->bytes);
+      memcpy(to, position_at(a->source, r * a->row, a->table ? a->table + r * a->table_row : NULL, a->block, a->slots,
+                             a->head, a->slot, a->chosen[i]), (size_t)a->bytes);
   }
   return 0;
 }

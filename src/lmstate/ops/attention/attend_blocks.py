@@ -1,0 +1,106 @@
+"""Attention to chosen blocks of positions (MiniMax-M3): an index scores keys, and a query attends to the best blocks.
+
+A block is as good as its best key. The blocks of a query itself are always chosen; of two that are the same, the later
+one is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lmstate.ops.attention.attend import attend
+from lmstate.ops.attention.choose import GATHERED, SCORES, gather_positions
+from lmstate.ops.dense.linear import linear
+from lmstate.ops.types.block_table import Stored, dense
+from lmstate.ops.types.params import AttentionParams
+from lmstate.ops.weights.grouped import FloatWeight
+
+
+@torch.no_grad()
+def choose_blocks(
+    q: Tensor, keys: Stored, starts: Tensor, counts: Tensor, *, budget: int, size: int, local: int
+) -> Tensor:
+    """The blocks that new tokens attend to: int64 `[R, T, J, k]` in ascending order, then -1.
+
+    q              [R, T, J, Di]    float32: each of J heads chooses for itself
+    keys           [R, 1, S, Di]    blocks, or position p in slot p; new tokens are already stored
+    starts, counts [R] int64        query i < counts[r] of row r stands at position starts[r] + i and sees the positions
+                                    up to its own
+    budget         the most blocks of a query; k is no more than there are
+    size, local    positions of a block, and how many blocks up to the query's own are chosen whatever their scores
+
+    A score is one product, whose bits do not depend on how many are computed.
+    """
+    rows, width, heads, _ = q.shape
+    end = max((starts + counts).tolist(), default=0)
+    held = dense(keys)[:, 0, :end].float()
+    blocks = -(-end // size)
+    places, offsets = torch.arange(end, device=held.device), torch.arange(width, device=held.device)
+    numbers = torch.arange(blocks, device=held.device)
+    starts, counts = starts.to(held.device)[:, None], counts.to(held.device)[:, None]
+    parts = []
+    tokens = max(1, SCORES // max(rows * heads * end, 1))
+    for first in range(0, max(width, 1), tokens):
+        some = slice(first, first + tokens)
+        own = (starts + offsets[some])[:, :, None, None]  # [R, t, 1, 1]
+        products = [linear(q[r, some].flatten(0, 1), FloatWeight(held[r])) for r in range(rows)]
+        scores = torch.stack(products).unflatten(1, (-1, heads)) if rows else q.new_zeros(0, 0, heads, end)
+        scores = scores.masked_fill(places > own, float("-inf"))
+        scores = torch.nn.functional.pad(scores, (0, blocks * size - end), value=float("-inf"))
+        best = scores.unflatten(-1, (blocks, size)).amax(-1)  # [R, t, J, B]
+        mine = own // size
+        best = best.masked_fill((numbers > mine - local) & (numbers <= mine), float("inf"))
+        # From the last block on: a stable sort keeps the order of those whose scores are the same.
+        order = best.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+        chosen = blocks - 1 - order[..., : min(budget, blocks)]
+        padding = (offsets[some] >= counts)[:, :, None, None]
+        chosen = chosen.masked_fill((chosen > mine) | padding, blocks).sort(dim=-1).values
+        parts.append(chosen.masked_fill(chosen == blocks, -1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def attend_blocks(
+    q: Tensor,
+    k: Stored,
+    v: Stored,
+    chosen: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    params: AttentionParams,
+    *,
+    size: int,
+) -> Tensor:
+    """Attend to chosen blocks of stored keys and values -> float32 `[R, T, H, Dv]`, zero at padding.
+
+    q              [R, T, H, D]
+    k, v           [R, K, S, D] and [R, K, S, Dv]: blocks, or position p in slot p
+    chosen         [R, T, J, k] int64, see `choose_blocks`: heads in J equal groups go by a choice each, K divides J
+    starts, counts [R] int64, as in `choose_blocks`
+
+    They are put side by side, so that what is read and computed follows their number.
+    """
+    rows, width, heads, dim = q.shape
+    groups, device = chosen.shape[2], chosen.device
+    each = heads // groups
+    starts, counts = starts.to(device)[:, None], counts.to(device)[:, None]
+    offsets, inside, parts = torch.arange(width, device=device), torch.arange(size, device=device), []
+    tokens = max(1, GATHERED // max(rows * chosen.shape[3] * size * (dim + v.shape[3]), 1))
+    for first in range(0, max(width, 1), tokens):
+        some = slice(first, first + tokens)
+        own = torch.minimum(starts + offsets[some], starts + counts - 1)[:, :, None, None, None]
+        places = chosen[:, some, :, :, None] * size + inside  # [R, t, J, k, size]
+        places = places.masked_fill((chosen[:, some, :, :, None] < 0) | (places > own), -1).flatten(3)
+        real = (offsets[some] < counts).flatten().long().cpu()
+        seen = []
+        for group in range(groups):
+            at, head = places[:, :, group].flatten(1), group * k.shape[1] // groups
+            # A row of its own for each query, which stands at the last of what it sees.
+            keys, values = (
+                gather_positions(x, at, head).unflatten(1, (-1, places.shape[3])).flatten(0, 1)[:, None] for x in (k, v)
+            )
+            queries = q[:, some, group * each : (group + 1) * each].flatten(0, 1)[:, None]
+            last = ((places[:, :, group] >= 0).sum(-1).flatten() - 1).clamp(min=0).cpu()
+            seen.append(attend(queries, keys, values, last, real, params))
+        parts.append(torch.cat(seen, dim=2).view(rows, -1, heads, v.shape[3]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -1,0 +1,95 @@
+"""choose_blocks and attend_blocks: the blocks of the best keys and the query's own, and attention to nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lmstate.ops import cpu, dispatch
+from lmstate.ops.attention import attend_blocks as module
+from lmstate.ops.attention.attend import attend
+from lmstate.ops.attention.attend_blocks import attend_blocks, choose_blocks
+from lmstate.ops.types.params import AttentionParams
+
+DIM, SIZE, LENGTH, GROUPS = 8, 5, 43, 2
+
+
+@pytest.fixture(params=["reference", *cpu.usable()], autouse=True)
+def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = request.param
+    library = None if name == "reference" else cpu.open_library(name)
+    monkeypatch.setattr(dispatch, "choice", lambda: dispatch.Choice(name, "asked by the test", library))
+    return name
+
+
+def whole_numbers(*shape: int) -> Tensor:
+    """Small ones: products of them are exact, and many alike."""
+    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(shape[1])).float()
+
+
+@pytest.mark.parametrize("local", [0, 1, 2])
+@pytest.mark.parametrize("piece", [1, 6, LENGTH])
+@pytest.mark.parametrize("scores", [1, 1 << 24])
+def test_any_cut_chooses_the_best_blocks_the_own_ones_and_the_later_of_equals(
+    local: int, piece: int, scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SCORES", scores)
+    q, keys = whole_numbers(1, LENGTH, GROUPS, DIM), whole_numbers(1, LENGTH + 3, DIM)[:, None]
+    found: list[list[list[int]]] = []
+    for start in range(0, LENGTH, piece):
+        end = min(LENGTH, start + piece)
+        places = torch.tensor([start]), torch.tensor([end - start])
+        chosen = choose_blocks(q[:, start:end], keys, *places, budget=3, size=SIZE, local=local)
+        found += [[[at for at in group if at >= 0] for group in token] for token in chosen[0].tolist()]
+    for own in range(LENGTH):
+        for group in range(GROUPS):
+            products = (keys[0, 0, : own + 1] @ q[0, own, group]).tolist()
+            best = [max(products[at : at + SIZE]) for at in range(0, own + 1, SIZE)]
+            mine = own // SIZE
+            best = [float("inf") if mine - local < at <= mine else score for at, score in enumerate(best)]
+            wanted = sorted(sorted(range(len(best)), key=lambda at: (-best[at], -at))[:3])
+            assert found[own][group] == wanted
+
+
+@pytest.mark.parametrize("gathered", [1, 1 << 23])
+@pytest.mark.parametrize("groups", [2, 4])
+def test_attention_to_chosen_blocks_is_that_to_nothing_else(
+    gathered: int, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "GATHERED", gathered)
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn(2, *shape, generator=generator) for shape in ((4, 4, DIM), (2, LENGTH, DIM), (2, LENGTH, 12))
+    )
+    starts, counts = torch.tensor([39, 12]), torch.tensor([4, 3])
+    chosen = torch.full((2, 4, groups, 3), -1)
+    for r, (start, count) in enumerate(zip(starts.tolist(), counts.tolist())):
+        for t in range(count):
+            for group in range(groups):
+                before = torch.randperm((start + t) // SIZE, generator=generator)[: (t + group) % 3]
+                blocks = sorted([*before.tolist(), (start + t) // SIZE])
+                chosen[r, t, group, : len(blocks)] = torch.tensor(blocks)
+    seen = attend_blocks(q, k, v, chosen, starts, counts, AttentionParams(0.3), size=SIZE)
+    assert not seen[1, 3].any()
+    for r, (start, count) in enumerate(zip(starts.tolist(), counts.tolist())):
+        for t in range(count):
+            for head in range(4):
+                blocks = [at for at in chosen[r, t, head * groups // 4].tolist() if at >= 0]
+                at = [p for block in blocks for p in range(block * SIZE, (block + 1) * SIZE) if p <= start + t]
+                weights = (k[r, head // 2, at] @ q[r, t, head] * 0.3).softmax(-1)
+                torch.testing.assert_close(seen[r, t, head], weights @ v[r, head // 2, at], rtol=1e-5, atol=1e-5)
+
+
+def test_a_choice_of_everything_gives_the_bits_of_plain_attention(body: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (
+        torch.randn(1, *shape, generator=generator) for shape in ((50, 8, 32), (2, 130, 32), (2, 130, 32))
+    )  # fmt: skip
+    places = torch.tensor([80]), torch.tensor([50])
+    own = torch.arange(80, 130)[:, None] // SIZE
+    chosen = torch.arange(26).expand(50, 26).masked_fill(torch.arange(26) > own, -1)[None, :, None].expand(1, 50, 2, 26)
+    seen = attend_blocks(q, k, v, chosen, *places, AttentionParams(0.3), size=SIZE)
+    plain = attend(q, k, v, *places, AttentionParams(0.3))
+    torch.testing.assert_close(seen, plain, rtol=1e-5, atol=1e-5)
+    assert body == "reference" or torch.equal(seen, plain)
