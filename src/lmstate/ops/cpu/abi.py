@@ -13,7 +13,7 @@ from lmstate.ops.types.weight import Weight
 
 
 class Kind(IntEnum):
-    """Storage kinds of floats and weights: `simd.h` and `linear.h`."""
+    """Storage kinds of floats and weights: `simd.h` and `linear_args.h`."""
 
     F32 = 0
     BF16 = 1

@@ -9,80 +9,15 @@
 #include <omp.h>
 #include <stdlib.h>
 
+#include "attention/attend_softmax.h"
+#include "attention/attend_tasks.h"
+#include "attention/attend_widen.h"
 #include "attention/kv_read.h"
 #include "layout.h"
 #include "team.h"
 
 /* New tokens of a task, more where there are tasks enough: up to so many queries read keys and values together. */
 enum { RUN = 32, QUERIES = 384 };
-
-/* Chunks grow with the position, so that their number, and the memory for their parts, stays small. */
-static int64_t chunk_begin(int64_t c) {
-  if (c <= 32) return 256 * c;
-  if (c <= 88) return 8192 + 1024 * (c - 32);
-  return 65536 + 4096 * (c - 88);
-}
-static int64_t chunk_of(int64_t position) {
-  if (position < 8192) return position / 256;
-  if (position < 65536) return 32 + (position - 8192) / 1024;
-  return 88 + (position - 65536) / 4096;
-}
-
-static partial_softmax part_at(const attend_args *a, float *parts, int64_t index) {
-  float *p = parts + index * (a->dim_v + 2);
-  partial_softmax r = {p, p + 1, p + 2, NULL, NULL};
-  return r;
-}
-
-/* scores -> weights of the positions low..end, and what was summed before is scaled to the new largest score. `own`:
- * where the query stands, behind the first position of the tile; `slope`, `bias`: of its head, or 0. */
-INLINE void softmax_update(const attend_args *a, float *scores, const partial_softmax *to, int64_t low, int64_t end,
-                           float slope, const float *bias, int64_t own) {
-  enum { VECTORS = SUB / VL };
-  const vf scale = vf_set1((float)a->scale), cap = vf_set1((float)a->softcap);
-  vf s[VECTORS], largest = vf_set1(-INFINITY), sum = vf_zero();
-  UNROLL16 for (int i = 0; i < VECTORS; i++) {
-    s[i] = vf_mul(vf_load(scores + i * VL), scale);
-    if (a->softcap != 0) s[i] = vf_mul(cap, vf_tanh(vf_div(s[i], cap)));
-  }
-  if (a->slopes) {
-    float less[SUB];
-    for (int t = 0; t < SUB; t++) less[t] = slope * (float)(own - t);
-    UNROLL16 for (int i = 0; i < VECTORS; i++) s[i] = vf_sub(s[i], vf_load(less + i * VL));
-  }
-  if (bias) {
-    float more[SUB];
-    for (int t = 0; t < SUB; t++) {
-      const int64_t distance = own < t ? 0 : own - t; /* a key behind the query is not seen */
-      more[t] = bias[distance < a->distances ? distance : a->distances - 1];
-    }
-    UNROLL16 for (int i = 0; i < VECTORS; i++) s[i] = vf_add(s[i], vf_load(more + i * VL));
-  }
-  if (low > 0 || end < SUB) {
-    UNROLL16 for (int i = 0; i < VECTORS; i++) vf_store(scores + i * VL, s[i]);
-    for (int64_t t = 0; t < low; t++) scores[t] = -INFINITY;
-    for (int64_t t = end; t < SUB; t++) scores[t] = -INFINITY;
-    UNROLL16 for (int i = 0; i < VECTORS; i++) s[i] = vf_load(scores + i * VL);
-  }
-  UNROLL16 for (int i = 0; i < VECTORS; i++) largest = vf_max(largest, s[i]);
-  const float before = *to->largest, here = vf_largest(largest), now = here > before ? here : before;
-  if (now == -INFINITY) {
-    memset(scores, 0, SUB * sizeof(float));
-    return;
-  }
-  UNROLL16 for (int i = 0; i < VECTORS; i++) {
-    const vf w = vf_exp(vf_sub(s[i], vf_set1(now)));
-    vf_store(scores + i * VL, w);
-    sum = vf_add(sum, w);
-  }
-  if (now > before) {
-    const float keep = expf(before - now);
-    *to->sum *= keep;
-    for (int64_t d = 0; d < a->dim_v; d++) to->values[d] *= keep;
-    *to->largest = now;
-  }
-  *to->sum += vf_sum(sum);
-}
 
 /* Up to TILE queries over positions b..b + SUB of one kv head. */
 static void tile(const attend_args *a, const source *s, const float *const *q, const int64_t *low, const int64_t *end,
@@ -112,51 +47,6 @@ static void tile(const attend_args *a, const source *s, const float *const *q, c
   here.add(a, &here, to, queries, &values, scores);
 }
 
-/* What a task is of, and the positions that it reads. */
-typedef struct { int64_t r, kv, place, first_token, last_token, from, until; } task_of;
-
-/* Tasks of a row are numbered [kv head][chunk, or none][run of new tokens]; `place` is the number without the run. */
-static task_of numbered_task(const attend_args *a, const attend_plan *all, int64_t number) {
-  int64_t low = 0, high = a->rows - 1; /* the last row whose first task is not beyond this one */
-  while (low < high) {
-    const int64_t middle = (low + high + 1) / 2;
-    if (all->rows[middle].first_task <= number) low = middle;
-    else high = middle - 1;
-  }
-  const row_plan *plan = &all->rows[low];
-  const int64_t task = number - plan->first_task, start = a->starts[low];
-  task_of t = {.r = low, .place = task / plan->runs, .first_token = task % plan->runs * all->run};
-  t.last_token = t.first_token + all->run < a->counts[low] ? t.first_token + all->run : a->counts[low];
-  t.from = low_of(a, start + t.first_token), t.until = start + t.last_token;
-  t.kv = all->whole ? t.place : t.place / plan->chunks;
-  if (all->whole) return t;
-  const int64_t c = plan->chunk + t.place % plan->chunks;
-  if (t.from < chunk_begin(c)) t.from = chunk_begin(c);
-  if (t.until > chunk_begin(c + 1)) t.until = chunk_begin(c + 1);
-  return t;
-}
-
-/* What a task takes of a thread, as a number of positions: those that it reads, and half a microsecond (on Zen 5)
- * before them. */
-static int64_t work_of(int64_t positions) { return positions + 32; }
-
-/* The task that begins nearest to `work` behind the first one, where a thread's tasks begin: a row's last chunk may be
- * of few positions. Of one run of new tokens a row. */
-static int64_t task_after(const attend_args *a, const attend_plan *all, int64_t work) {
-  int64_t r = 0;
-  for (; r < a->rows && a->kv_heads * all->rows[r].work <= work; r++) work -= a->kv_heads * all->rows[r].work;
-  if (r == a->rows) return all->tasks;
-  const row_plan *row = &all->rows[r];
-  int64_t task = row->first_task + work / row->work * row->chunks;
-  for (work %= row->work; work > 0; task++) {
-    const task_of t = numbered_task(a, all, task);
-    const int64_t own = work_of(t.until - t.from);
-    if (2 * work < own) break;
-    work -= own;
-  }
-  return task;
-}
-
 /* What a kv head has stored: as floats, and in `coded` as codes if it has any. */
 static source stored_of(const attend_args *a, const attend_plan *all, int64_t r, int64_t kv, source *coded) {
   source floats = {0};
@@ -180,58 +70,6 @@ static void look_ahead(const attend_args *a, const attend_plan *all, int64_t num
     of[i]->k.ahead = slot_of(&then[i]->k, at) - slot_of(&of[i]->k, b);
     of[i]->v.ahead = slot_of(&then[i]->v, at) - slot_of(&of[i]->v, b);
   }
-}
-
-/* A tile's keys and values as float32, for queries enough to pay for it: each product would widen them again. */
-enum { WIDENED_DIM = 256, WIDENED_QUERIES = 4 * TILE };
-typedef struct {
-  float k[SUB * WIDENED_DIM], v[SUB * WIDENED_DIM];
-} widened_tile;
-
-static int widens(const attend_args *a, const attend_plan *all, int64_t queries) {
-  return a->kind != F32 && !all->codes && !all->extra_key && queries >= WIDENED_QUERIES && a->dim <= WIDENED_DIM &&
-         a->dim_v <= WIDENED_DIM;
-}
-
-INLINE void widen_kind(const stored *x, const ring_ranges *r, int64_t dim, int kind, float *to) {
-  const int64_t width = (dim + VL - 1) / VL * VL;
-  for (int run = 0; run < 2; run++)
-    for (int64_t t = 0; t < r->count[run]; t++) {
-      const int64_t from = (r->from[run] + t) * x->slot, at = (r->at[run] + t) * width;
-      for (int64_t d = 0; d < dim; d += VL) {
-        if (d * size_of(kind) % 64 == 0) prefetch_ahead(kind, x->data, from + d, x->ahead);
-        const vf numbers = dim - d < VL ? load_part(kind, x->data, from + d, (int)(dim - d)) : load(kind, x->data, from + d);
-        vf_store(to + at + d, numbers);
-      }
-    }
-}
-
-static stored widen(const stored *x, int64_t first, int64_t last, int64_t b, int64_t dim, int64_t kind, float *to) {
-  const ring_ranges ranges = ring_ranges_of(x, first, last, b);
-  if (kind == BF16) widen_kind(x, &ranges, dim, BF16, to);
-  else widen_kind(x, &ranges, dim, F16, to);
-  return stored_in_ring(to, 0, NULL, SUB, (dim + VL - 1) / VL * VL, sizeof(float));
-}
-
-/* The positions from..until of the tile at b. */
-static source widened(const attend_args *a, const source *of, int64_t b, int64_t from, int64_t until,
-                      widened_tile *to) {
-  const source here = source_at_tile(of, b);
-  const int64_t first = from > b ? from : b, last = until < b + SUB ? until : b + SUB;
-  return (source){.k = widen(&here.k, first, last, b, a->dim, a->kind, to->k),
-                  .v = widen(&here.v, first, last, b, a->dim_v, a->kind, to->v),
-                  .score = score_f32, .add = add_f32};
-}
-
-/* Among the queries of all rows. */
-static int64_t query_number(const attend_args *a, const attend_plan *all, int64_t r, int64_t token, int64_t head) {
-  return (all->rows[r].first_token + token) * a->heads + head;
-}
-
-/* Where the part of the row's first query is. */
-static int64_t first_part_of(const attend_args *a, const attend_plan *all, const task_of *task) {
-  const row_plan *row = &all->rows[task->r];
-  return row->first_part + task->place * a->counts[task->r] * (a->heads / a->kv_heads);
 }
 
 /* Queries first..n of a task over the positions from..until, which lie in one chunk. */
@@ -295,50 +133,6 @@ static __attribute__((noinline)) void run_queries(const attend_args *a, const at
       tile(a, j < far ? &read : &coded, q, low, end, slope, bias, to, queries, b);
     }
   }
-}
-
-/* The whole softmax of a query: largest score and sum of exponentials, and what is to be its output. */
-typedef struct { float *largest, *sum, *values; } whole_softmax;
-
-static whole_softmax whole_of(const attend_args *a, const attend_plan *all, int64_t r, int64_t token, int64_t head) {
-  const int64_t query = query_number(a, all, r, token, head);
-  float *total = all->totals + 2 * query;
-  return (whole_softmax){total, total + 1, a->out + query * a->dim_v};
-}
-
-static void begin_whole(const attend_args *a, int64_t head, const whole_softmax *to) {
-  *to->largest = a->sinks ? a->sinks[head] : -INFINITY, *to->sum = a->sinks ? 1 : 0;
-  memset(to->values, 0, (size_t)a->dim_v * sizeof(float));
-}
-
-/* Parts come in the order of the chunks; one that saw nothing adds nothing. */
-static void add_part_to_whole(const attend_args *a, const partial_softmax *p, const whole_softmax *to) {
-  if (*p->largest == -INFINITY) return;
-  const int grows = *p->largest > *to->largest;
-  float less[VL];
-  vf_store(less, vf_exp(vf_set1(grows ? *to->largest - *p->largest : *p->largest - *to->largest)));
-  const float before = grows ? *less : 1, here = grows ? 1 : *less;
-  if (grows) *to->largest = *p->largest;
-  *to->sum = before * *to->sum + here * *p->sum;
-  for (int64_t d = 0; d < a->dim_v; d++) to->values[d] = before * to->values[d] + here * p->values[d];
-}
-
-/* Whether all of it is finite. */
-static int end_whole(const attend_args *a, const whole_softmax *to) {
-  const vf sum = vf_set1(*to->sum);
-  vf zeros = vf_zero();
-  int64_t d = 0;
-  for (; d + VL <= a->dim_v; d += VL) {
-    const vf x = vf_div(vf_load(to->values + d), sum);
-    vf_store(to->values + d, x);
-    zeros = vf_fma(x, vf_zero(), zeros);
-  }
-  float rest = 0;
-  for (; d < a->dim_v; d++) {
-    to->values[d] /= *to->sum;
-    rest += to->values[d] * 0;
-  }
-  return vf_sum(zeros) + rest == 0;
 }
 
 /* Queries that are computed together multiply a value that only some of them see by 0, and 0 times an infinite value is

@@ -1,6 +1,6 @@
 /* Packed blocks back to rows of floats: all of a matrix for torch's product, or some rows of an embedding. */
 #include "dense/dequantize.h"
-#include "dense/linear.h"
+#include "dense/linear_args.h"
 #include "dense/bfloat12.h"
 #include "layout.h"
 

@@ -3,7 +3,7 @@
  * A thread takes whole outputs, reads their weights once and multiplies them with every row, a tile of rows at a time.
  * An output of a row is rounded and summed along the inputs in one way, whatever the tile, the rows beside it and the
  * threads. */
-#include "dense/linear.h"
+#include "dense/linear_args.h"
 
 #include <omp.h>
 #include <stdlib.h>

@@ -2,7 +2,7 @@
 #ifndef LMSTATE_LINEAR_TILE_H
 #define LMSTATE_LINEAR_TILE_H
 #include "dense/bfloat12.h"
-#include "dense/linear.h"
+#include "dense/linear_args.h"
 #include "simd/simd.h"
 
 /* Rows and outputs of a tile of sums: as many as there are registers for. Outputs that share the rows of a tile while

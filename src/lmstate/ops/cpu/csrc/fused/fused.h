@@ -2,7 +2,7 @@
 #ifndef LMSTATE_FUSED_H
 #define LMSTATE_FUSED_H
 #include "attention/attend_args.h"
-#include "dense/linear.h"
+#include "dense/linear_args.h"
 #include "recurrent/mixers.h"
 #include "team.h"
 

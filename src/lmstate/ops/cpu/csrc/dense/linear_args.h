@@ -1,6 +1,6 @@
 /* The arguments of a product with a weight. */
-#ifndef LMSTATE_LINEAR_H
-#define LMSTATE_LINEAR_H
+#ifndef LMSTATE_LINEAR_ARGS_H
+#define LMSTATE_LINEAR_ARGS_H
 #include <stddef.h>
 #include <stdint.h>
 
