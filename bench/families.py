@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
+from lmstate.audio.heard import FAMILIES as HEARING
 from lmstate.checkpoints.gguf.config import ARCHITECTURES
 from lmstate.models.families import FAMILIES
 from lmstate.vision.families import FAMILIES as SEEING
@@ -87,7 +88,8 @@ def table() -> str:
         loads = WITH_SOURCE if FAMILIES[runs_as] in ENCODERS else loads
         lines.append(f"| {family} | {loads} | {files} | yes | {tools} | {thoughts} |")
     seeing = f"Checkpoints of these types read [pictures](state.md#pictures): {', '.join(sorted(SEEING))}."
-    return "\n".join([*lines, "", *_left_out(), "", seeing])
+    hearing = f"Checkpoints of these types read [sounds](state.md#sounds): {', '.join(sorted(HEARING))}."
+    return "\n".join([*lines, "", *_left_out(), "", seeing, hearing])
 
 
 def _left_out() -> Iterator[str]:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from lmstate.audio.heard import open_reader, takes_sounds
 from lmstate.audio.listener import Listener
 from lmstate.cluster.front import Front
 from lmstate.cluster.handle import ReplicaLost
@@ -126,13 +127,18 @@ class RemoteModel:
         """Whether it takes pictures, as far as its files tell without reading the vision tower."""
         return self._folder is not None and has_tower(self._folder)
 
+    @property
+    def takes_sounds(self) -> bool:
+        """Whether it takes sounds in a conversation, as far as its files tell."""
+        return self._folder is not None and takes_sounds(self._folder)
+
     def pictures(self) -> PictureReader:
         """The reader of its pictures, opened with the first call: a front's tower runs on the CPU."""
         with OPENING:
             if self._pictures is None:
                 if self._folder is None:
                     raise UnsupportedError("pictures are read by models of checkpoint folders")
-                self._pictures = PictureReader.open(self._folder, self.tokenizer)
+                self._pictures = open_reader(self._folder, self.tokenizer)
             return self._pictures
 
 

@@ -69,6 +69,11 @@ class ServingModel(DescribedModel, SeeingModel, Protocol):
         """Whether it takes pictures, as far as its files tell without reading the vision tower."""
         ...
 
+    @property
+    def takes_sounds(self) -> bool:
+        """Whether it takes sounds in a conversation, as far as its files tell."""
+        ...
+
 
 class ServingEngine(SessionHost, Protocol):
     """The part of an engine that a server uses: see `Engine`. A front of several replicas is one as well."""

@@ -131,10 +131,11 @@ class ModelParts:
         """A conversation as tokens and pictures: `prompt.place(state, row)`, then feed `prompt.tokens`.
 
         In a message whose content is a list, a picture is `{"type": "image", "image": bytes}`, the bytes of a PNG,
-        JPEG, WebP or GIF file. The checkpoint's vision tower is loaded with the first one (`lmstate[vision]`).
-        `variables`: as of `Tokenizer.chat_text`, which ends with the beginning of an answer. Raises `StateError` for a
-        picture that is damaged or too large, `UnsupportedError` for a model whose pictures are not read, `ModelError`
-        for a checkpoint or a chat template without what pictures need.
+        JPEG, WebP or GIF file, and a sound is `{"type": "audio", "audio": bytes}`, those of a WAV file. The tower of
+        the checkpoint is loaded with the first one (`lmstate[vision]`, `lmstate[audio]`). `variables`: as of
+        `Tokenizer.chat_text`, which ends with the beginning of an answer. Raises `StateError` for a file that is
+        damaged or too large, `UnsupportedError` for a model whose pictures or sounds are not read, `ModelError` for a
+        checkpoint or a chat template without what they need.
         """
         from lmstate.vision.reader import PicturePrompt, pictures_of
 
@@ -149,15 +150,22 @@ class ModelParts:
 
         return self.folder is not None and has_tower(self.folder)
 
+    @property
+    def takes_sounds(self) -> bool:
+        """Whether it takes sounds in a conversation, as far as its files tell."""
+        from lmstate.audio.heard import takes_sounds
+
+        return self.folder is not None and takes_sounds(self.folder)
+
     def pictures(self) -> PictureReader:
-        """The reader of its pictures, opened with the first call. Raises as `encode`."""
-        from lmstate.vision.reader import PictureReader
+        """The reader of its pictures or sounds, opened with the first call. Raises as `encode`."""
+        from lmstate.audio.heard import open_reader
 
         with OPENING:
             if self._pictures is None:
                 if self.folder is None:
                     raise UnsupportedError("pictures are read by models of checkpoint folders that lmstate.load opened")
-                self._pictures = PictureReader.open(self.folder, self.tokenizer, self.device)
+                self._pictures = open_reader(self.folder, self.tokenizer, self.device)
             return self._pictures
 
     @property

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 
+KINDS = ("image", "audio")  # of parts of messages that have a file: sounds take the road of pictures
 MOST_PICTURES = 64  # of a conversation
 MOST_PIXELS = 2**27  # of all of them together
 
@@ -186,12 +187,12 @@ class PicturedTexts:
 
 
 def pictures_of(messages: Sequence[Message]) -> list[Any]:
-    """The contents of all pictures of a conversation, in order."""
-    return [part.get("image") for part in chain.from_iterable(map(_parts, messages)) if _is_picture(part)]
+    """The contents of all pictures and sounds of a conversation, in order."""
+    return [part.get(part["type"]) for part in chain.from_iterable(map(_parts, messages)) if _is_picture(part)]
 
 
 def named(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages with a picture's SHA-256 in place of its bytes: templates need to know where one is, not which."""
+    """The messages with the SHA-256 of pictures and sounds in place of their bytes, which templates need not know."""
     return [_named(message) for message in messages]
 
 
@@ -202,9 +203,9 @@ def _named(message: Message) -> dict[str, Any]:
 
 
 def _name(part: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(image := part.get("image"), bytes | bytearray | memoryview):
-        raise StateError(f"a picture is {image!r:.80}; give the bytes of a file")
-    return picture_part(name_of(image))
+    if not isinstance(file := part.get(part["type"]), bytes | bytearray | memoryview):
+        raise StateError(f"a picture or a sound is {file!r:.80}; give the bytes of a file")
+    return picture_part(name_of(file), part["type"])
 
 
 def name_of(picture: bytes | bytearray | memoryview) -> str:
@@ -212,9 +213,9 @@ def name_of(picture: bytes | bytearray | memoryview) -> str:
     return hashlib.sha256(picture).hexdigest()
 
 
-def picture_part(name: str) -> dict[str, Any]:
-    """A picture in a message, as a template sees it."""
-    return {"type": "image", "sha256": name}
+def picture_part(name: str, kind: str = "image") -> dict[str, Any]:
+    """A picture in a message, as a template sees it; or a sound, of the kind "audio"."""
+    return {"type": kind, "sha256": name}
 
 
 def _parts(message: Any) -> Iterator[Any]:
@@ -223,4 +224,4 @@ def _parts(message: Any) -> Iterator[Any]:
 
 
 def _is_picture(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "image"
+    return isinstance(part, Mapping) and part.get("type") in KINDS

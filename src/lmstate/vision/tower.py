@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import pairwise
@@ -46,40 +46,12 @@ class Tower:
         Raises `UnsupportedError` for a family whose pictures lmstate does not read, and without the extra
         `lmstate[vision]`; `ModelError` where weights are missing.
         """
-        if not (path / "config.json").is_file():
-            raise UnsupportedError(
-                f"{path} is not a checkpoint folder; lmstate reads the vision towers of folders alone"
-            )
-        _refuse_family(_family(path))
-        try:
-            from transformers import AutoConfig, AutoModelForImageTextToText
-        except ImportError as error:
-            raise UnsupportedError("pictures need transformers and pillow: pip install 'lmstate[vision]'") from error
-        try:
-            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ModelError(f"transformers cannot read the config of {path}: {str(error)[:200]}") from error
-        _refuse_family(family := config.model_type)
-        _without_text(config)
-        try:
-            with _quiet():
-                loaded: Any = AutoModelForImageTextToText.from_pretrained(
-                    path, config=config, dtype=torch.float32, local_files_only=True, trust_remote_code=False,
-                    use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True,
-                )  # fmt: skip
-        except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
-            raise ModelError(f"transformers cannot load the vision tower of {path}: {str(error)[:200]}") from error
-        whole, report = loaded
-        named = [*report["missing_keys"], *(str(each[0]) for each in report["mismatched_keys"])]
-        if bad := sorted(name for name in named if not name.startswith(TEXT)):
-            raise ModelError(
-                f"{path} lacks {len(bad)} tensors of its vision tower, or has them of other shapes: {bad[0]}"
-            )
+        whole, config = load_tower(path, "pictures", FAMILIES)
         seeing = whole.base_model
         for name in ("language_model", "text_model"):
             if name in dict(seeing.named_children()):
                 delattr(seeing, name)
-        return Tower(family, seeing.to(device).eval().requires_grad_(False), config, torch.device(device))
+        return Tower(config.model_type, seeing.to(device).eval().requires_grad_(False), config, torch.device(device))
 
     def media(self, inputs: Mapping[str, Tensor], ids: Sequence[int]) -> tuple[MediaSpan, ...]:
         """The pictures at their places in the tokens of a text, which placeholders hold.
@@ -124,25 +96,66 @@ class Tower:
         with torch.inference_mode(False), torch.no_grad():
             given = {name: value.to(self.device) for name, value in tile.inputs.items()}
             inputs = {name: value.float() if value.is_floating_point() else value for name, value in given.items()}
-            embeddings = FEATURES.get(self.family, pooled)(self.module, inputs)
+            embeddings = self.features(inputs)
         self.runs += 1
         self._kept[key] = embeddings
         while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > KEPT_BYTES:
             self._kept.popitem(last=False)
         return embeddings
 
+    def features(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Embeddings of one tile, as `embed` gives them, from its inputs on the tower's device."""
+        return FEATURES.get(self.family, pooled)(self.module, inputs)
+
+
+def load_tower(path: Path, what: str, families: Collection[str]) -> tuple[Any, Any]:
+    """transformers' model of a checkpoint folder without its text model, in float32, and its config.
+
+    what: it takes beside texts, "pictures" or "sounds"; families: that lmstate reads them of. Raises as `Tower.open`.
+    """
+    if not (path / "config.json").is_file():
+        raise UnsupportedError(f"{path} is not a checkpoint folder; lmstate reads the towers of folders alone")
+    _refuse_family(family_of(path), what, families)
+    try:
+        from transformers import AutoConfig, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{what} need transformers and pillow: pip install 'lmstate[vision]', or 'lmstate[audio]' for sounds alone"
+        ) from error
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ModelError(f"transformers cannot read the config of {path}: {str(error)[:200]}") from error
+    _refuse_family(config.model_type, what, families)
+    _without_text(config)
+    try:
+        with _quiet():
+            tables: tuple[Any, ...] = (AutoModelForMultimodalLM, AutoModelForSeq2SeqLM)
+            table = next((each for each in tables if type(config) in each._model_mapping), tables[0])
+            loaded: Any = table.from_pretrained(
+                path, config=config, dtype=torch.float32, local_files_only=True, trust_remote_code=False,
+                use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True,
+            )  # fmt: skip
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise ModelError(f"transformers cannot load the tower of {path}: {str(error)[:200]}") from error
+    whole, report = loaded
+    named = [*report["missing_keys"], *(str(each[0]) for each in report["mismatched_keys"])]
+    if bad := sorted(name for name in named if not name.startswith(TEXT)):
+        raise ModelError(f"{path} lacks {len(bad)} tensors of its tower, or has them of other shapes: {bad[0]}")
+    return whole, config
+
 
 def has_tower(path: Path) -> bool:
     """Whether a checkpoint folder has a vision tower that can be opened here, as far as small files tell."""
     try:
-        family = _family(path)
+        family = family_of(path)
     except ModelError:
         return False
     described = any((path / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
     return family in FAMILIES and described and all(map(find_spec, ("transformers", "PIL")))
 
 
-def _family(path: Path) -> str:
+def family_of(path: Path) -> str:
     """The family of a checkpoint folder, read without transformers, which takes seconds to import."""
     try:
         return str(json.loads((path / "config.json").read_bytes())["model_type"])
@@ -150,10 +163,12 @@ def _family(path: Path) -> str:
         raise ModelError(f"{path / 'config.json'} names no model_type: {str(error)[:200]}") from None
 
 
-def _refuse_family(family: str) -> None:
-    if family not in FAMILIES:
+def _refuse_family(family: str, what: str, families: Collection[str]) -> None:
+    if family not in families:
+        others = "" if what == "sounds" else ", and sounds by other families"
         raise UnsupportedError(
-            f"pictures are not read by models of the family {family[:80]!r}; they are by {', '.join(sorted(FAMILIES))}"
+            f"{what} are not read by models of the family {family[:80]!r}; they are by {', '.join(sorted(families))}"
+            f"{others}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Pictures in the texts of messages: a mark stands for each, so that joined texts keep them in their places."""
+"""Pictures and sounds in the texts of messages: a mark stands for each, so that joined texts keep their places."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lmstate.errors import ModelError, StateError
 from lmstate.serve.wire.errors import ApiError
+from lmstate.serve.wire.picture_sources import SOUND
 from lmstate.vision.reader import MOST_PICTURES, name_of, picture_part
 
 if TYPE_CHECKING:
@@ -45,15 +46,19 @@ class Pictures:
             self.texts: PicturedTexts = reader.texts([files[url] for url in placed])
         except (StateError, ModelError) as error:
             raise ApiError(str(error), param="messages") from None
-        self._names: Mapping[str, str] = {mark: name_of(files[url]) for mark, url in known.items() if url in files}
+        self._parts: Mapping[str, dict[str, Any]] = {
+            mark: picture_part(name_of(files[url]), "audio" if url.startswith(SOUND) else "image")
+            for mark, url in known.items()
+            if url in files
+        }
 
     def parts(self, content: str) -> list[dict[str, Any]]:
         """The content of a message as parts of text and pictures."""
         found: list[dict[str, Any]] = []
         at = 0
         for mark in MARK.finditer(content):
-            if (name := self._names.get(mark[0])) is not None:
-                found += [*text_parts(content[at : mark.start()]), picture_part(name)]
+            if (part := self._parts.get(mark[0])) is not None:
+                found += [*text_parts(content[at : mark.start()]), part]
                 at = mark.end()
         return [*found, *text_parts(content[at:])]
 

@@ -138,6 +138,11 @@ class Service:
         """Whether messages may have pictures."""
         return self.engine.chats and self.model.sees
 
+    @property
+    def takes_sounds(self) -> bool:
+        """Whether messages may have sounds."""
+        return self.engine.chats and self.model.takes_sounds
+
     def submit(
         self,
         prompt: Any,

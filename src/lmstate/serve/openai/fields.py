@@ -16,6 +16,7 @@ from lmstate.serve.answer.service import Service
 from lmstate.serve.tools.custom import arguments_of
 from lmstate.serve.wire.body import wrong
 from lmstate.serve.wire.errors import ApiError
+from lmstate.serve.wire.picture_sources import SOUND
 from lmstate.serve.wire.schema.chat import ChatCall, ChatMessage, Content, ContentPart, ImageUrl, ThinkingFields
 from lmstate.serve.wire.schema.common import Generating, ResponseFormat, StructuredOutputs
 from lmstate.text.grammars.constraint import Constraint, of_format
@@ -59,7 +60,11 @@ def read_content(content: Content | None, path: str, role: str = "assistant") ->
 
 
 def _picture(part: ContentPart, path: str) -> str | None:
-    """The URL of a picture; None for a part that is not a picture."""
+    """The URL of a picture, or of a sound; None for a part that is neither."""
+    if part.type == "input_audio":
+        if part.input_audio is None:
+            raise wrong(f"{path}.input_audio", "an object", None)
+        return SOUND + part.input_audio.data
     if part.type not in PICTURE_PARTS:
         return None
     given = part.image_url
@@ -74,7 +79,7 @@ def _picture(part: ContentPart, path: str) -> str | None:
 def _part(part: ContentPart, path: str) -> str:
     kind = part.type or "text"
     if kind not in (*TEXT_PARTS, "refusal"):
-        raise ApiError(f"{path} is of type {kind!r}; text and pictures are read here", param=path)
+        raise ApiError(f"{path} is of type {kind!r}; text, pictures and sounds are read here", param=path)
     text, name = (part.refusal, "refusal") if kind == "refusal" else (part.text, "text")
     if text is None:
         raise wrong(f"{path}.{name}", "a string", None)

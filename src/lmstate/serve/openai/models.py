@@ -88,7 +88,7 @@ async def props(service: Service, request: Request) -> ASGIApp:
             "total_slots": service.engine.rows,
             "model_alias": service.settings.model_name,
             "model_path": service.settings.model_name,
-            "modalities": {"vision": service.sees, "audio": False},
+            "modalities": {"vision": service.sees, "audio": service.takes_sounds},
             "chat_template": tokenizer.template_source or "",
             "bos_token": text(tokenizer.bos_id),
             "eos_token": text(min(tokenizer.eos_ids, default=None)),

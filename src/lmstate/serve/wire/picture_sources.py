@@ -1,4 +1,4 @@
-"""Pictures as clients send them: the bytes in a data URL, or an address on the web where the server allows it."""
+"""Pictures and sounds as clients send them: bytes in a data URL, or an address on the web that the server allows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 from lmstate.serve.wire.errors import ApiError
 from lmstate.vision.pictures import MOST_BYTES
 
-DATA = re.compile(r"data:image/[a-z0-9.+-]+(?:;[a-z0-9=._-]+)*;base64,", re.IGNORECASE)
+SOUND = "data:audio/wav;base64,"  # how a sound's URL begins
+DATA = re.compile(rf"data:image/[a-z0-9.+-]+(?:;[a-z0-9=._-]+)*;base64,|{SOUND}", re.IGNORECASE)
 MOST_REDIRECTS = 3
 SECONDS = 10.0  # that a picture may take to come, redirects included
 PIECE = 2**16  # bytes that are read at a time
@@ -49,7 +50,7 @@ def _data(url: str) -> bytes:
     try:
         return base64.b64decode(url[head.end() :], validate=True)
     except binascii.Error as error:
-        raise ApiError(f"a picture's data is not base64: {error}") from None
+        raise ApiError(f"the data of a picture or a sound is not base64: {error}") from None
 
 
 def _fetched(url: str, hosts: Sequence[str], until: float) -> tuple[bytes, str | None]:

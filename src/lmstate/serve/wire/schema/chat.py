@@ -23,13 +23,21 @@ class ImageUrl(Struct, kw_only=True):
     detail: str | None = None  # how closely it is looked at; models here have one way
 
 
+class InputAudio(Struct, kw_only=True):
+    """A sound: a file in base64, and its kind."""
+
+    data: str
+    format: Literal["wav"]
+
+
 class ContentPart(Struct, kw_only=True):
-    """A part of a message: text, or a picture."""
+    """A part of a message: text, a picture, or a sound."""
 
     type: str | None = None
     text: str | None = None
     refusal: str | None = None
     image_url: str | ImageUrl | None = None
+    input_audio: InputAudio | None = None
     file_id: str | None = None
 
 

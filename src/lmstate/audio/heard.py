@@ -1,0 +1,138 @@
+"""Sounds in conversations: a tower of transformers makes a run of positions of each, as others do of a picture.
+
+The road is that of pictures: a part of a message, a mark in the chat template, `Media` in the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lmstate.audio.wav import read_wav
+from lmstate.errors import ModelError, StateError
+from lmstate.text.tokenizer import Tokenizer
+from lmstate.vision.families import Tile
+from lmstate.vision.reader import PicturedTexts, PictureReader, name_of
+from lmstate.vision.tower import Tower, family_of, load_tower
+
+MOST_SOUNDS = 16  # of a conversation
+MOST_SECONDS = 600  # of all of them together
+# model_type of a config -> seconds of the longest sound that its processor does not cut.
+FAMILIES: dict[str, Callable[[Any], float]] = {
+    "audioflamingo3": lambda processor: processor.max_audio_len,
+    "glmasr": lambda processor: processor.max_audio_len,
+    "qwen2_audio": lambda processor: processor.feature_extractor.chunk_length,
+}
+
+
+class _Overlaid(Exception):
+    """The stream that a text model was given."""
+
+    def __init__(self, stream: Tensor) -> None:
+        self.stream = stream
+
+
+class _NoText(nn.Module):
+    """In the place of a text model: embeds every token as zeros, and ends the forward with the stream that it gets.
+
+    So a wrapper's own forward tells what it puts at the places of a sound, whatever its family does for it.
+    """
+
+    def __init__(self, width: int, config: Any) -> None:
+        super().__init__()
+        self.width, self.config = width, config
+
+    def get_input_embeddings(self) -> Callable[[Tensor], Tensor]:
+        return lambda ids: torch.zeros(*ids.shape, self.width, device=ids.device)
+
+    def forward(self, *, inputs_embeds: Tensor, **others: Any) -> Any:
+        raise _Overlaid(inputs_embeds)
+
+
+class SoundTower(Tower):
+    """The sound tower of a checkpoint. A tile is a whole sound: `input_ids` of its places, and its features."""
+
+    @staticmethod
+    def open(path: Path, device: torch.device | str = "cpu") -> SoundTower:
+        """Raises as `Tower.open`."""
+        whole, config = load_tower(path, "sounds", FAMILIES)
+        hearing = whole.base_model
+        hearing.language_model = _NoText(config.text_config.hidden_size, config.text_config)
+        config.image_token_id = config.audio_token_id
+        tower = hearing.to(device).eval().requires_grad_(False)
+        return SoundTower(config.model_type, tower, config, torch.device(device))
+
+    def tiles(self, inputs: Any) -> list[Tile]:
+        return list(inputs)
+
+    def features(self, inputs: dict[str, Tensor]) -> Tensor:
+        try:
+            self.module(**inputs)
+        except _Overlaid as end:
+            return end.stream[0].float()
+        raise ModelError(f"transformers' {self.family} did not ask for its text model")
+
+
+class SoundReader(PictureReader):
+    """The tower, transformers' processor and the tokenizer of a checkpoint that hears in a conversation."""
+
+    @staticmethod
+    def open(path: Path, tokenizer: Tokenizer, device: Any = "cpu") -> SoundReader:
+        """Raises what `SoundTower.open` does, and `ModelError` where transformers cannot read the processor's files."""
+        tower = SoundTower.open(path, device)
+        from transformers import AutoProcessor
+
+        try:
+            made = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+            raise ModelError(f"transformers cannot read the processor of {path}: {str(error)[:200]}") from error
+        return SoundReader(tower, made.feature_extractor, made, tokenizer)
+
+    @property
+    def mark(self) -> str:
+        return str(self.processor.audio_token)
+
+    def texts(self, pictures: Sequence[bytes]) -> PicturedTexts:
+        """A tokenizer for conversations with these sounds: runs the tower. Raises `StateError` for bad ones."""
+        if (count := len(pictures)) > MOST_SOUNDS:
+            raise StateError(f"the conversation has {count} sounds; it may have {MOST_SOUNDS}")
+        begin, left = perf_counter(), float(MOST_SECONDS)
+        rate, longest = int(self.pixels.sampling_rate), FAMILIES[self.tower.family](self.processor)
+        tiles, places = [], []
+        with self._one:
+            for content in pictures:
+                samples = read_wav(content, rate, min(left, longest))
+                left -= len(samples) / rate
+                try:
+                    made = self.processor(
+                        text=[self.mark], audio=[samples.numpy()], sampling_rate=rate, return_tensors="pt"
+                    )
+                except (ValueError, TypeError, KeyError, RuntimeError) as error:
+                    raise StateError(f"the model's processor does not take a sound: {str(error)[:200]}") from error
+                ids = made.pop("input_ids")
+                ids = ids[ids == self.tower.placeholder][None]
+                given = {name: value for name, value in made.items() if isinstance(value, Tensor)}
+                tile = Tile({**given, "input_ids": ids, "attention_mask": torch.ones_like(ids)})
+                if len(self.tower.embed(tile)) != ids.shape[1]:
+                    raise ModelError(f"transformers' {self.tower.family} made other positions than its processor said")
+                tiles.append(tile)
+                places.append(self.mark * ids.shape[1])
+        return PicturedTexts(self, tiles, list(map(name_of, pictures)), places, perf_counter() - begin)
+
+
+def takes_sounds(path: Path) -> bool:
+    """Whether a checkpoint folder is of a family that takes sounds in a conversation."""
+    try:
+        return family_of(path) in FAMILIES
+    except ModelError:
+        return False
+
+
+def open_reader(path: Path, tokenizer: Tokenizer, device: Any = "cpu") -> PictureReader:
+    """The reader of the pictures of a checkpoint, or of its sounds. Raises as `PictureReader.open`."""
+    return (SoundReader if takes_sounds(path) else PictureReader).open(path, tokenizer, device)

@@ -1,0 +1,96 @@
+"""Small random models that hear in a conversation, with a tokenizer of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.serve.byte_tokenizer import END, START, save_tokenizer
+from tests.zoo import randomize
+
+MARK = "<|AUDIO|>"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'audio' %}<|AUDIO|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT = {
+    "vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 2048, "eos_token_id": 257, "bos_token_id": None,
+}  # fmt: skip
+ENCODER = {
+    "num_mel_bins": 16, "d_model": 24, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 40,
+    "max_source_positions": 50,
+}  # fmt: skip
+MEL = {"feature_size": 16, "chunk_length": 1}
+
+
+def qwen2_audio(tokenizer: Any) -> tuple[Any, Any]:
+    import transformers as t
+
+    config = t.Qwen2AudioConfig(
+        audio_config=t.Qwen2AudioEncoderConfig(**ENCODER), text_config=t.Qwen2Config(**TEXT), audio_token_index=258
+    )
+    processor = t.Qwen2AudioProcessor(
+        t.WhisperFeatureExtractor(**MEL), tokenizer, chat_template=TEMPLATE, audio_token=MARK
+    )
+    return t.Qwen2AudioForConditionalGeneration(config), processor
+
+
+def audioflamingo3(tokenizer: Any) -> tuple[Any, Any]:
+    import transformers as t
+
+    names = {
+        "num_mel_bins": 16, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 40, "max_source_positions": 50,
+    }  # fmt: skip
+    config = t.AudioFlamingo3Config(
+        audio_config=t.AudioFlamingo3EncoderConfig(**names), text_config=t.Qwen2Config(**TEXT), audio_token_id=258
+    )
+    processor = t.AudioFlamingo3Processor(
+        t.WhisperFeatureExtractor(**MEL), tokenizer, chat_template=TEMPLATE, audio_token=MARK
+    )
+    return t.AudioFlamingo3ForConditionalGeneration(config), processor
+
+
+def glmasr(tokenizer: Any) -> tuple[Any, Any]:
+    import transformers as t
+
+    names = {
+        "num_mel_bins": 16, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 96, "max_position_embeddings": 100, "head_dim": 8,
+    }  # fmt: skip
+    config = t.GlmAsrConfig(
+        audio_config=t.GlmAsrEncoderConfig(**names), text_config=t.LlamaConfig(**TEXT), audio_token_id=258
+    )
+    processor = t.GlmAsrProcessor(
+        t.WhisperFeatureExtractor(feature_size=16, chunk_length=2), tokenizer, chat_template=TEMPLATE, audio_token=MARK
+    )
+    return t.GlmAsrForConditionalGeneration(config), processor
+
+
+HEARING: dict[str, Callable[[Any], tuple[Any, Any]]] = {
+    "qwen2_audio": qwen2_audio,
+    "audioflamingo3": audioflamingo3,
+    "glmasr": glmasr,
+}
+
+
+def saved(family: str, folder: Path) -> tuple[Any, Any]:
+    """Save one; returns transformers' model and processor."""
+    import transformers as t
+
+    save_tokenizer(folder, [MARK], TEMPLATE)
+    words = {"eos_token": END, "pad_token": END, "additional_special_tokens": [START, MARK]}
+    inner = t.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **words)
+    inner.chat_template = TEMPLATE
+    torch.manual_seed(0)
+    theirs, processor = HEARING[family](inner)
+    theirs = theirs.eval()
+    randomize(theirs)
+    theirs.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return theirs, processor
