@@ -59,7 +59,7 @@ LEFT_OUT = {
          "phi4_multimodal", "zamba"), NEXT),
 }  # fmt: skip
 WITH_SOURCE = "with a source"  # of modules whose models have an encoder
-ENCODERS = ("bart", "t5", "whisper")
+ENCODERS = ("bart", "t5", "t5gemma", "whisper")
 # Types of wrappers, and of the same model under another name -> the family that runs them.
 LOADED_AS = {
     "gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "gemma4": "gemma4_text", "llama4": "llama4_text",

@@ -15,7 +15,7 @@ from tests.generation.fake_model import FakeTokenizer
 from tests.zoo import ENCODERS, ours, pair, text
 
 DECODERS = ["llama", "gemma3", "qwen3_5", "mamba2", "lfm2", "granitemoehybrid", "deepseek_v3", "jamba"]
-READERS = ["t5", "bart", "marian"]
+READERS = ["t5", "bart", "marian", "t5gemma"]
 ENDS = (3, 17, 40, 61, 90)
 OPTIONS: list[dict[str, Any]] = [
     {"num_beams": 3},

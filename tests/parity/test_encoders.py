@@ -44,3 +44,13 @@ def test_logits_equal_transformers_at_any_cut_and_beside_other_sources(case: str
         cuts = [0, 40, 41, 42, 90]
         pieces = [ours(ids[rows][:, a:b], state, logits="all") for a, b in itertools.pairwise(cuts)]
         close(torch.cat(pieces, 1), torch.stack([expected[index] for index in rows]))
+
+
+def test_a_window_of_an_encoder_in_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, ours = pair("t5gemma")
+    given = source(ours, 70, seed=70)
+    monkeypatch.setattr("lmstate.models.layers.cross_attention.WINDOW_QUERIES", 16)
+    with torch.no_grad():
+        expected = theirs.get_encoder()(**read(given)).last_hidden_state
+    assert ours.encoder is not None
+    close(ours.encoder(given), expected)

@@ -21,8 +21,8 @@ BASES = {
     "word_embeddings.weight": "transformer.",
 }
 HEAD = "lm_head."
-# Heads of GPT-NeoX, RWKV, BioGPT, ModernBERT's decoder, Whisper.
-OTHER_HEADS = ("embed_out", "head", "output_projection", "decoder", "proj_out")
+# Heads of GPT-NeoX, RWKV, BioGPT, ModernBERT's decoder, Whisper, T5Gemma.
+OTHER_HEADS = ("embed_out", "head", "output_projection", "decoder", "proj_out", "lm_head.out_proj")
 COMPILED = "_orig_mod."  # torch.compile wraps a module, and the wrapper shows in the names of what is saved
 CONSTANTS = (".masked_bias",)  # what old versions of transformers put where attention may not look; no weight
 

@@ -171,6 +171,7 @@ FAMILIES = {
     "starcoder2": "starcoder2",
     "step3p5": "step3p5",
     "t5": "t5",
+    "t5gemma": "t5gemma",
     "umt5": "t5",
     "vaultgemma": "gemma2",
     "whisper": "whisper",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lmstate import ops
@@ -12,6 +13,8 @@ from lmstate.models.layers.relative_bias import RelativeBias
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.state import CrossState, LayerState, Layout, Step
 from lmstate.state.step import integers
+
+WINDOW_QUERIES = 256  # that are computed together where an encoder's attention has a window
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +61,8 @@ class CrossAttention:
 class BidirectionalAttention:
     """The attention of an encoder: each token sees all of the text, which comes as one piece and leaves no state.
 
-    `attention`: its weights. `bias`: of the scores, by distance; None: none.
+    `attention`: its weights; of one with a window, each token sees the others up to so many positions away. `bias`: of
+    the scores, by distance; None: none.
     """
 
     attention: Attention
@@ -82,7 +86,25 @@ class BidirectionalAttention:
         keys, values = (part.transpose(1, 2).contiguous() for part in (k, v))
         length = integers([x.shape[1]])
         params = ops.AttentionParams(own.scale, own.softcap)
+        if own.window is not None and x.shape[1] > own.window + 1:
+            seen = _within(q, keys, values, params, own.window)
+            return ops.linear(seen.flatten(-2), own.out, own.out_bias, residual=residual)
         bias = self.bias
         biases = None if bias is None else step.cached(bias, lambda: bias.between(step.width))
         seen = ops.attend_whole(q, keys, values, length, length, params, biases)
         return ops.linear(seen.flatten(-2), own.out, own.out_bias, residual=residual)
+
+
+def _within(q: Tensor, k: Tensor, v: Tensor, params: ops.AttentionParams, window: int) -> Tensor:
+    """Attention of q `[1, S, H, D]` to keys and values `[1, K, S, D]` at most `window` positions away -> as q."""
+    count, seen = q.shape[1], []
+    for start in range(0, count, WINDOW_QUERIES):
+        stop = min(start + WINDOW_QUERIES, count)
+        first, last = max(start - window, 0), min(stop + window, count)
+        at = torch.arange(first, last, device=q.device) - torch.arange(start, stop, device=q.device)[:, None]
+        bias = torch.zeros(at.shape, device=q.device).masked_fill(at.abs() > window, -torch.inf)
+        keys, values = (part[:, :, first:last].contiguous() for part in (k, v))
+        lengths, counts = integers([last - first]), integers([stop - start])
+        biases = bias.expand(q.shape[2], -1, -1)
+        seen.append(ops.attend_whole(q[:, start:stop].contiguous(), keys, values, lengths, counts, params, biases))
+    return torch.cat(seen, dim=1)
