@@ -16,7 +16,7 @@ from lmstate.state.validate import whole_number
 
 MOST_THREADS = 16  # on few processors; on many, four times their number
 SIZE = 1024  # of the measured product: [1, SIZE] x [SIZE, SIZE], a small model's projection in one step of decoding
-PRODUCTS, LEAST_ROUNDS, ROUNDS = 24, 3, 9
+PRODUCTS, LEAST_ROUNDS, ROUNDS = 8, 3, 9
 MEASURING = 0.03  # seconds after which the least rounds are enough: on a busy machine each can take a tenth of a second
 GAIN = 0.95  # another thread must save a twentieth of the time: on a busy machine it can cost many times that
 

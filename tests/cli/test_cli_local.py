@@ -115,3 +115,15 @@ def test_pruning_removes_what_no_model_needs(tmp_path: Path, monkeypatch: pytest
 def test_a_server_that_does_not_answer_is_told(url: str) -> None:
     code, told = lmstate_("ps", "--url", url)
     assert code == 1 and url in told
+
+
+@pytest.mark.parametrize(
+    ("expires", "shown"), [("9999-12-31T00:00:00+00:00", "forever"), ("2026-05-04T10:30:00+00:00", "2026-05-0")]
+)
+def test_models_in_a_server_are_told_with_the_time_when_they_go(
+    monkeypatch: pytest.MonkeyPatch, expires: str, shown: str
+) -> None:
+    loaded = {"name": "m:latest", "size": 2**20, "context_length": 512, "expires_at": expires}
+    monkeypatch.setattr(local, "asked", lambda url: {"models": [loaded]})
+    code, told = lmstate_("ps")
+    assert code == 0 and told.splitlines()[-1].split("  ")[-1].strip().startswith(shown)

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import MAXYEAR, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -145,10 +145,16 @@ def ps(url: Url = "http://127.0.0.1:8080") -> None:
       lmstate ps --url http://127.0.0.1:9000
     """
     rows = [
-        (str(each["name"]), size(each["size"]), str(each["context_length"] or "any"), each["expires_at"])
+        (str(each["name"]), size(each["size"]), str(each["context_length"] or "any"), _until(each["expires_at"]))
         for each in asked(url.rstrip("/") + "/api/ps").get("models", ())
     ]
     table(f"Models in memory at {url}", ("name", "size", "context", "until"), rows)
+
+
+def _until(when: str) -> str:
+    """A time of Ollama's API, in the local one; "forever" for the last year that there is."""
+    time = datetime.fromisoformat(when)
+    return "forever" if time.year == MAXYEAR else time.astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def asked(url: str, body: dict[str, Any] | None = None, wait: float = 0.0) -> dict[str, Any]:

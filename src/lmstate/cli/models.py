@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import fill
 
 from lmstate.cli.output import size, table
 
@@ -26,7 +28,8 @@ def models() -> None:
         rows.append((name, alias.description, size(alias.nbytes), where))
     table("Aliases", ("name", "model", "size", ""), rows)
     print()
-    table("Families that run from a directory, a .gguf file or the Hub", ("",), [(name,) for name in sorted(FAMILIES)])
+    print("Families that run from a directory, a .gguf file or the Hub")
+    print(fill(", ".join(sorted(FAMILIES)), width=min(100, get_terminal_size().columns), break_on_hyphens=False))
     print()
     table(f"Cache: {cache}", ("", ""), _held(cache))
 

@@ -53,4 +53,5 @@ def perplexity(
         told = {"perplexity": score.perplexity, "nats": score.nats, "tokens": score.predicted, "windows": score.windows}
         print(json.dumps(told))
     else:
-        print(f"perplexity {score.perplexity:.4f} of {score.predicted} tokens in {score.windows} windows of {size}")
+        windows = f"{score.windows} window{'s' * (score.windows != 1)} of {size}"
+        print(f"perplexity {score.perplexity:.4f} of {score.predicted} tokens in {windows}")
