@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import lmstate
 from tests.distributed.helpers import one_process, over_threads, same, saved
@@ -36,7 +37,29 @@ def test_every_storage_gives_the_bits_of_one_process(case: str, kind: str, tmp_p
         assert same(story(model, tmp_path), story(one_process(folder, kind), tmp_path))
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma3n", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("case", ["qwen3_5-tied", "kimi_linear", "bailing_hybrid", "mamba2-groups", "nemotron_h-moe"])
+def test_recurrences_are_split_by_heads(case: str, kind: str, tmp_path: Path) -> None:
+    """By key heads, some of them with a decay a channel or through a bottleneck, and by groups of a state space: their
+    matrices, their carries, and each part of the carries in a snapshot."""
+    folder = saved(case, tmp_path)
+    with over_threads(folder, kind, 2) as (model, _):
+        one = one_process(folder, kind)
+        assert same(story(model, tmp_path), story(one, tmp_path))
+        states = [of.new_state() for of in (one, model)]
+        for of, state in zip((one, model), states):
+            of([[1, 2, 3]], state)
+        split = [index for index, layer in enumerate(states[0].layers) if layer.kind == "recurrent"]
+        assert split and all(isinstance(model.cuts[index], dict) for index in split)
+        assert states[1].memory()["recurrent"] < 0.6 * states[0].memory()["recurrent"]
+        theirs, ours = (state.snapshot(0) for state in states)
+        for index in split:
+            assert all(
+                torch.equal(ours.layers[index][name], theirs.layers[index][name]) for name in theirs.layers[index]
+            )
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma3n", "qwen3_moe", "qwen3_5-tied", "mamba2-groups", "qwen3_next"])
 def test_three_ranks_give_the_bits_of_one_process(case: str, tmp_path: Path) -> None:
     """With fewer kv heads than ranks, whose layers every rank then computes whole."""
     folder = saved(case, tmp_path)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+from lmstate.distributed.cuts import LayerCut
 from lmstate.distributed.ranks import Ranks
 from lmstate.ops.types.block_table import RowBlocks
 from lmstate.state.blocks import CapturedBlocks
@@ -18,10 +18,11 @@ class RankBlocks(CapturedBlocks):
     It lives as long as the ranks do: then it raises `RanksError` where it is read.
     """
 
-    def __init__(self, own: CapturedBlocks, ranks: Ranks, widths: Sequence[int]) -> None:
-        """`widths`: the heads of every rank; empty where each rank has all of them."""
+    def __init__(self, own: CapturedBlocks, ranks: Ranks, cut: LayerCut) -> None:
+        """`cut`: of the layer; its kv heads, where it has blocks."""
         super().__init__(own.buffers, own.row, own.start, own.stop, own.unfinished)
-        self.ranks, self.widths = ranks, tuple(widths)
+        assert isinstance(cut, tuple)
+        self.ranks, self.heads = ranks, cut
 
     @property
     def own(self) -> CapturedBlocks:
@@ -29,11 +30,11 @@ class RankBlocks(CapturedBlocks):
         return super().like(self.row, self.start, self.stop)
 
     def like(self, row: RowBlocks, start: int, stop: int) -> CapturedBlocks:
-        return RankBlocks(super().like(row, start, stop), self.ranks, self.widths)
+        return RankBlocks(super().like(row, start, stop), self.ranks, self.heads)
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes * sum(self.widths) // self.widths[0] if self.widths else super().nbytes
+        return super().nbytes * sum(self.heads) // self.heads[0] if self.heads else super().nbytes
 
     def told(self) -> tuple[Any, ...]:
         """Positions and numbers, by which the others find their parts. Inside `turn`."""
@@ -41,13 +42,13 @@ class RankBlocks(CapturedBlocks):
         return self.start, self.stop, self.row.low, self.unfinished, numbers
 
     def __getitem__(self, name: str) -> Tensor:
-        if not self.widths:
+        if not self.heads:
             return super().__getitem__(name)
         with self.ranks.turn():
             own = super().__getitem__(name)
-            self.ranks.tell("read", self.told(), name, self.widths)
+            self.ranks.tell("read", self.told(), name, self.heads)
             with self.ranks.together():
-                return self.ranks.group.gather(own, self.widths, dim=0)
+                return self.ranks.group.gather(own, self.heads, dim=0)
 
     def follow(self, before: CapturedBlocks) -> None:
         assert isinstance(before, RankBlocks)

@@ -21,7 +21,7 @@ from lmstate.distributed.group import SocketGroup
 from lmstate.distributed.open import open_part
 from lmstate.distributed.ranks import Collectives
 from lmstate.distributed.snapshots import gathered, received, slot_states
-from lmstate.distributed.split import HeadWidths
+from lmstate.distributed.split import LayerCuts
 from lmstate.models.model import Model
 from lmstate.state import Layout, Snapshot, State
 from lmstate.state.blocks import BlockPool, pieces_of
@@ -34,8 +34,8 @@ from lmstate.state.tree import PendingTree, TreePath
 class Follower:
     """The model of one rank and its states, by the numbers that rank 0 gave them."""
 
-    def __init__(self, group: Collectives, model: Model, widths: HeadWidths) -> None:
-        self.group, self.model, self.widths = group, model, widths
+    def __init__(self, group: Collectives, model: Model, cuts: LayerCuts) -> None:
+        self.group, self.model, self.cuts = group, model, cuts
         self.states: dict[int, State] = {}
         self.blocks = HeldBlocks()
         self.verbs: dict[str, Callable[..., None]] = {
@@ -120,8 +120,8 @@ class Follower:
     def snapshot(self, number: int, row: int, numbers: list[int]) -> None:
         layers = self.states[number].snapshot(row).layers
         self.blocks.hold(numbers, [piece for layer in layers for piece in pieces_of(layer)])
-        for layer, widths in zip(layers, self.widths, strict=True):
-            gathered(self.group, layer, widths, lambda blocks: blocks)
+        for layer, cut in zip(layers, self.cuts, strict=True):
+            gathered(self.group, layer, cut, lambda blocks: blocks)
 
     def restore(self, number: int, row: int, header: list[Any]) -> None:
         self.states[number].restore(row, self._received(header))
@@ -132,7 +132,7 @@ class Follower:
 
     def in_blocks(self, number: int, place: int, start: int, told: dict[str, Any], numbers: list[int]) -> None:
         layer, slots = list(slot_states(self.states[number]))[place]
-        read = received(self.group, told, self.widths[layer], self.blocks)
+        read = received(self.group, told, self.cuts[layer], self.blocks)
         self.blocks.hold(numbers, list(pieces_of(slots.in_blocks(start, read))))
 
     def read(self, told: list[Any], name: str, widths: list[int]) -> None:
@@ -144,7 +144,7 @@ class Follower:
     def _received(self, header: list[Any]) -> Snapshot:
         """The part of this rank of a snapshot that rank 0 sends. Its logits are zeros: rank 0 alone has those."""
         tokens, cached, frequency_key, known, told = header
-        layers = [received(self.group, of, widths, self.blocks) for of, widths in zip(told, self.widths, strict=True)]
+        layers = [received(self.group, of, cut, self.blocks) for of, cut in zip(told, self.cuts, strict=True)]
         logits = torch.zeros(self.model.config.vocab_size) if known else None
         return Snapshot(tuple(tokens), cached, frequency_key, logits, tuple(layers), self.model.fingerprint)
 
@@ -162,9 +162,9 @@ def loaded(channel: RankChannel, group: Collectives) -> Follower | None:
     """The follower with the part of the model that rank 0 names; None where it goes away instead."""
     if (message := channel.receive()) is None:
         return None
-    model, widths = open_part(group, *message[1:])
+    model, cuts = open_part(group, *message[1:])
     channel.send("ready", model.fingerprint)
-    return Follower(group, model, widths)
+    return Follower(group, model, cuts)
 
 
 def followed(channel: RankChannel, data: socket.socket) -> int:

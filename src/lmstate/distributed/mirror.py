@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Self
 from torch import Tensor
 
 from lmstate.distributed.blocks import RankBlocks
+from lmstate.distributed.cuts import LayerCut
 from lmstate.distributed.ranks import Ranks
 from lmstate.distributed.snapshots import Captured, gathered, in_hand, part_of, send, slot_states, told
 from lmstate.errors import UnsupportedError
@@ -30,9 +31,9 @@ from lmstate.state.tree import PendingTree
 class Link:
     """The name of a state on the other ranks; none for one that only exists inside a call that they make themselves."""
 
-    def __init__(self, ranks: Ranks, heads: Sequence[tuple[int, ...]], number: int | None) -> None:
-        """`heads`: for each layer the kv heads of every rank; empty for one that is the same on all."""
-        self.ranks, self.heads, self.number = ranks, tuple(heads), number
+    def __init__(self, ranks: Ranks, cuts: Sequence[LayerCut], number: int | None) -> None:
+        """`cuts`: of each layer."""
+        self.ranks, self.cuts, self.number = ranks, tuple(cuts), number
         if number is not None:
             weakref.finalize(self, ranks.freed.append, number).atexit = False
 
@@ -149,8 +150,8 @@ class MirroredState(State):
             ranks.tell("snapshot", self.link.number, row, self._numbered(own.layers))
             with ranks.together():
                 layers = [
-                    gathered(ranks.group, layer, widths, partial(RankBlocks, ranks=ranks, widths=widths))
-                    for layer, widths in zip(own.layers, self.link.heads, strict=True)
+                    gathered(ranks.group, layer, cut, partial(RankBlocks, ranks=ranks, cut=cut))
+                    for layer, cut in zip(own.layers, self.link.cuts, strict=True)
                 ]
             return replace(own, layers=tuple(layers))
 
@@ -178,14 +179,14 @@ class MirroredState(State):
             place, layer = next(
                 (place, layer) for place, (layer, each) in enumerate(slot_states(self)) if each is slots
             )
-            widths = self.link.heads[layer]
-            own = super().in_blocks(slots, start, part_of(tensors, widths, 0))
+            cut = self.link.cuts[layer]
+            own = super().in_blocks(slots, start, part_of(tensors, cut, 0))
             assert isinstance(own, CapturedBlocks)
             sent: list[Tensor] = []
             ranks.tell("in_blocks", self.link.number, place, start, told(tensors, sent), self._numbered([own]))
             with ranks.together():
                 send(ranks.group, sent)
-            return RankBlocks(own, ranks, widths)
+            return RankBlocks(own, ranks, cut)
 
     def _numbered(self, layers: Sequence[Captured]) -> list[int]:
         """The numbers of all blocks of captured layers."""
@@ -199,10 +200,10 @@ class MirroredState(State):
             return snapshot, snapshot
         if snapshot.media:
             raise UnsupportedError("the snapshot has pictures, which a model over several processes does not read")
-        if not isinstance(snapshot.layers, tuple | list) or len(snapshot.layers) != len(self.link.heads):
+        if not isinstance(snapshot.layers, tuple | list) or len(snapshot.layers) != len(self.link.cuts):
             return snapshot, snapshot
         snapshot = in_hand(snapshot, self.link.ranks)
-        own = (part_of(layer, widths, 0) for layer, widths in zip(snapshot.layers, self.link.heads))
+        own = (part_of(layer, cut, 0) for layer, cut in zip(snapshot.layers, self.link.cuts))
         return snapshot, replace(snapshot, layers=tuple(own))
 
     def _send(self, snapshot: Snapshot, verb: str, row: int) -> None:
@@ -219,7 +220,7 @@ class MirroredState(State):
         ranks = self.link.ranks
         with ranks.turn() as outermost:
             twin = super().__deepcopy__(memo)
-            twin.link = Link(ranks, self.link.heads, next(ranks.ids) if outermost else None)
+            twin.link = Link(ranks, self.link.cuts, next(ranks.ids) if outermost else None)
             if outermost:
                 ranks.tell("copy", self.link.number, twin.link.number)
             return twin

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lmstate.distributed.mirror import Link, MirroredState
 from lmstate.distributed.ranks import Ranks
-from lmstate.distributed.split import HeadWidths
+from lmstate.distributed.split import LayerCuts
 from lmstate.errors import StateError, UnsupportedError
 from lmstate.models.forward import Keep
 from lmstate.models.model import Model
@@ -34,10 +34,10 @@ class ParallelModel(Model):
     state_type: ClassVar[type[State]] = MirroredState
 
     ranks: Ranks | None = None
-    head_widths: HeadWidths = ()
+    cuts: LayerCuts = ()
 
     def __repr__(self) -> str:
-        layers, split = len(self.head_widths), sum(map(bool, self.head_widths))
+        layers, split = len(self.cuts), sum(map(bool, self.cuts))
         told = f"the part of 1 of {self._group.count} processes; {split} of {layers} layers split their state by heads"
         return f"{super().__repr__()[:-1]}\n  {told})"
 
@@ -77,7 +77,7 @@ class ParallelModel(Model):
         with ranks.turn():
             state = super()._new_state(layout, kv)
             assert isinstance(state, MirroredState)
-            state.link = Link(ranks, self.head_widths, next(ranks.ids))
+            state.link = Link(ranks, self.cuts, next(ranks.ids))
             dtype, bits = str(layout.dtype).removeprefix("torch."), kv.bits if isinstance(kv, Quantized) else None
             ranks.tell(
                 "new", state.link.number, layout.rows, dtype, bits, layout.capacity, layout.rewind, layout.chunk

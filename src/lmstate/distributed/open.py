@@ -15,7 +15,7 @@ from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_cached
 from lmstate.distributed.model import ParallelModel
 from lmstate.distributed.ranks import LOADING, Collectives, Ranks
-from lmstate.distributed.split import HeadWidths, Splitter, head_widths
+from lmstate.distributed.split import LayerCuts, Splitter, layer_cuts
 from lmstate.errors import ModelError, RanksError
 from lmstate.models.families import build
 from lmstate.models.model import Model
@@ -29,16 +29,16 @@ def open_parallel(opened: WeightLoader, ranks: Ranks) -> ParallelModel:
     Raises `ModelError` where a rank cannot load it, and for a model with an encoder.
     """
     try:
-        part, widths = _opened(opened, ranks)
+        part, cuts = _opened(opened, ranks)
     except BaseException:
         ranks.close()
         raise
-    _tell_of(part, widths)
+    _tell_of(part, cuts)
     values = {each.name: getattr(part, each.name) for each in fields(part) if each.init}
-    return ParallelModel(**values, ranks=ranks, head_widths=widths)
+    return ParallelModel(**values, ranks=ranks, cuts=cuts)
 
 
-def _opened(opened: WeightLoader, ranks: Ranks) -> tuple[Model, HeadWidths]:
+def _opened(opened: WeightLoader, ranks: Ranks) -> tuple[Model, LayerCuts]:
     """The part of rank 0, once all have theirs."""
     with ranks.turn():
         opened.splits = True
@@ -52,17 +52,17 @@ def _opened(opened: WeightLoader, ranks: Ranks) -> tuple[Model, HeadWidths]:
         ranks.tell(
             "load", str(opened.source.path), opened.kind, dtype, opened.activations, opened.context_size
         )  # fmt: skip
-        widths = head_widths(model.blocks, ranks.count)
-        part = Splitter(ranks.group, ranks.count)(model, widths)
+        cuts = layer_cuts(model.blocks, ranks.count)
+        part = Splitter(ranks.group, ranks.count)(model, cuts)
         for _, fingerprint in ranks.hear(LOADING):
             if fingerprint != part.fingerprint:
                 raise ranks.fail(RanksError("a rank loaded another model: the files changed meanwhile"))
-    return part, widths
+    return part, cuts
 
 
 def open_part(
     group: Collectives, path: str, weights: str, dtype: str, activations: int | str, context_size: int | None
-) -> tuple[Model, HeadWidths]:
+) -> tuple[Model, LayerCuts]:
     """The part of another rank of the model that rank 0 opens."""
     cache = cache_dir()
     with warnings.catch_warnings():
@@ -73,13 +73,13 @@ def open_part(
         )  # fmt: skip
         opened.splits = True
         model = build(opened)
-    widths = head_widths(model.blocks, group.ranks)
-    return Splitter(group, group.ranks)(model, widths), widths
+    cuts = layer_cuts(model.blocks, group.ranks)
+    return Splitter(group, group.ranks)(model, cuts), cuts
 
 
-def _tell_of(part: Model, widths: HeadWidths) -> None:
+def _tell_of(part: Model, cuts: LayerCuts) -> None:
     """Log the layers whose state every rank holds whole."""
-    whole = Counter(block.mixer.kind for block, own in zip(part.blocks, widths) if not own)
+    whole = Counter(block.mixer.kind for block, own in zip(part.blocks, cuts) if not own and block.mixer.kind != "none")
     if whole:
         told = ", ".join(f"{count} {kind}" for kind, count in whole.items())
         LOG.warning("the state of these layers is not split by heads, every process holds it whole: %s", told)

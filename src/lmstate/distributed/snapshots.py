@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lmstate.distributed.block_numbers import HeldBlocks
 from lmstate.distributed.blocks import RankBlocks
+from lmstate.distributed.cuts import LayerCut, cut_of
 from lmstate.distributed.ranks import Collectives, Ranks
 from lmstate.errors import SnapshotError
 from lmstate.state import LayerState, Snapshot, State
@@ -19,36 +20,36 @@ from lmstate.state.layers.composite import CompositeState
 from lmstate.state.layers.slots import SlotState
 
 Captured = Mapping[str, Tensor]
-Widths = Sequence[int]
-"""Heads of every rank; empty where each rank has all of them."""
 
 
 def gathered(
-    group: Collectives, layer: Captured, widths: Widths, blocks: Callable[[CapturedBlocks], Captured]
+    group: Collectives, layer: Captured, cut: LayerCut, blocks: Callable[[CapturedBlocks], Captured]
 ) -> Captured:
     """A captured layer with the tensors of all ranks, and of its blocks what is made of them; every rank calls it."""
     if isinstance(layer, CapturedBlocks):
         return blocks(layer)
     if isinstance(layer, Parts):
-        return Parts([gathered(group, member, widths, blocks) for member in layer.members])
-    return {name: group.gather(layer[name], widths, dim=0) for name in sorted(layer)} if widths else layer
+        return Parts([gathered(group, member, cut, blocks) for member in layer.members])
+    if not cut:
+        return layer
+    return {name: own.gathered(group, layer[name]) for name in sorted(layer) if (own := cut_of(cut, name)) is not None}
 
 
-def part_of(layer: Captured, widths: Widths, rank: int) -> Captured:
+def part_of(layer: Captured, cut: LayerCut, rank: int) -> Captured:
     """The part of one rank. Blocks of ranks are those of rank 0. Raises `SnapshotError` for other heads."""
     if isinstance(layer, RankBlocks):
         assert rank == 0
         return layer.own
     if isinstance(layer, Parts):
-        return Parts([part_of(member, widths, rank) for member in layer.members])
-    if not widths or not isinstance(layer, Mapping):
+        return Parts([part_of(member, cut, rank) for member in layer.members])
+    if not cut or not isinstance(layer, Mapping):
         return layer
-    first, parts = sum(widths[:rank]), {}
+    parts = {}
     for name in layer:
-        tensor = layer[name]
-        if not isinstance(tensor, Tensor) or tensor.ndim < 1 or len(tensor) != sum(widths):
-            raise SnapshotError(f"the snapshot has no {name} of {sum(widths)} heads in a layer that has as many")
-        parts[name] = tensor[first : first + widths[rank]].contiguous()
+        tensor, own = layer[name], cut_of(cut, name)
+        if not isinstance(tensor, Tensor) or (own is not None and not own.fits(tensor)):
+            raise SnapshotError(f"the snapshot's {name} has other heads than the layer that it is of")
+        parts[name] = tensor if own is None else own.part(tensor, rank)
     return parts
 
 
@@ -84,16 +85,16 @@ def send(group: Collectives, tensors: Sequence[Tensor]) -> None:
         group.broadcast(tensor.detach().contiguous())
 
 
-def received(group: Collectives, told: Mapping[str, Any], widths: Widths, held: HeldBlocks) -> Captured:
+def received(group: Collectives, told: Mapping[str, Any], cut: LayerCut, held: HeldBlocks) -> Captured:
     """The part of this rank of what rank 0 told of, and sends."""
     if "blocks" in told:
         return held.piece(told["blocks"])
     if "parts" in told:
-        return Parts([received(group, member, widths, held) for member in told["parts"]])
+        return Parts([received(group, member, cut, held) for member in told["parts"]])
     layer = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in told["tensors"].items()}
     for tensor in layer.values():
         group.broadcast(tensor)
-    return part_of(layer, widths, group.rank)
+    return part_of(layer, cut, group.rank)
 
 
 def slot_states(state: State) -> Iterator[tuple[int, SlotState]]:

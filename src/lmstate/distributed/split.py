@@ -1,8 +1,9 @@
 """The part of a model that one rank of several holds.
 
-Every matrix is split by outputs, so that each number is computed as in one process. Attention keeps the outputs of its
-own heads, with their keys and values, and a feed-forward part those of its own columns, until the next product; experts
-are whole, each on one rank. Other layers compute the same from their products, and remember the same, on all ranks.
+Every matrix is split by outputs, so that each number is computed as in one process. Attention and recurrences of heads
+keep the outputs and the state of their own heads, and a feed-forward part those of its own columns, until the next
+product; experts are whole, each on one rank. Other layers compute the same from their products, and remember the same,
+on all ranks.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmstate.distributed.cuts import Cut, LayerCut
 from lmstate.models.block import Block
 from lmstate.models.layers.attention import Attention
+from lmstate.models.layers.base import Mixer
+from lmstate.models.layers.gated_delta_net import GatedDelta, LowRankProjection
 from lmstate.models.layers.mamba import Mamba
+from lmstate.models.layers.mamba2 import Mamba2
 from lmstate.models.layers.mlp import MLP
 from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.models.layers.rg_lru import RecurrentBlock
@@ -29,8 +34,8 @@ from lmstate.ops.weights.bfloat12 import common_bytes, packed, to_bfloat12
 from lmstate.ops.weights.grouped import BLOCK
 from lmstate.ops.weights.split import Gathering, SplitWeight, selected
 
-HeadWidths = tuple[tuple[int, ...], ...]
-"""For each layer the kv heads of every rank; empty where each of them holds its state whole."""
+LayerCuts = tuple[LayerCut, ...]
+"""The cut of the state of each layer."""
 READ_BY_STATES: dict[type, tuple[str, ...]] = {
     Mamba: ("select", "dt_project"),
     RecurrentBlock: ("gates",),
@@ -58,14 +63,13 @@ class Splitter:
     group: Gathering
     ranks: int
 
-    def __call__(self, model: Model, widths: HeadWidths) -> Model:
-        """The part of a model with these `head_widths`, which is not changed. Its fingerprint is that of the whole."""
+    def __call__(self, model: Model, cuts: LayerCuts) -> Model:
+        """The part of a model with these `layer_cuts`, which is not changed. Its fingerprint is that of the whole."""
         done: dict[int, Any] = {}
         blocks = []
-        for block, kv_heads in zip(model.blocks, widths, strict=True):
-            if kv_heads and id(block.mixer) not in done:
-                assert isinstance(block.mixer, Attention)
-                done[id(block.mixer)] = self.attention(block.mixer, kv_heads)
+        for block, cut in zip(model.blocks, cuts, strict=True):
+            if cut and id(block.mixer) not in done:
+                done[id(block.mixer)] = self.mixer(block.mixer, cut)
             if type(block.mlp) is MLP and id(block.mlp) not in done:
                 done[id(block.mlp)] = self.mlp(block.mlp)
             blocks.append(mapped(block, self.part, done))
@@ -106,6 +110,16 @@ class Splitter:
         part, table = selected(weight, outputs).in_large_pages(), common_bytes(weight)
         return part if table is None else packed(part, table)
 
+    def mixer(self, whole: Mixer, cut: LayerCut) -> Mixer:
+        """A mixer of the heads of this rank."""
+        if isinstance(cut, tuple):
+            assert isinstance(whole, Attention)
+            return self.attention(whole, cut)
+        if isinstance(whole, GatedDelta):
+            return self.delta(whole)
+        assert isinstance(whole, Mamba2)
+        return self.mamba2(whole)
+
     def attention(self, whole: Attention, kv_heads: Sequence[int]) -> Attention:
         """Attention of the heads of this rank."""
         group, dim = whole.heads // whole.kv_heads, whole.head_dim
@@ -131,6 +145,63 @@ class Splitter:
             sinks=_at(whole.sinks, own),
             slopes=_at(whole.slopes, own),
             biases=_at(whole.biases, own),
+        )
+
+    def delta(self, whole: GatedDelta) -> GatedDelta:
+        """A delta rule of the key heads of this rank, with the value heads that read them."""
+        shared, keys, values = whole.heads // whole.key_heads, whole.key_dim, whole.value_dim
+        key_heads = _shares(whole.key_heads, self.ranks)
+        own_keys = _span(key_heads, self.group.rank)
+        own = (own_keys[:, None] * shared + torch.arange(shared)).flatten()
+        q, v = _of_heads(own_keys, keys), _of_heads(own, values)
+        channels = torch.cat([q, whole.key_heads * keys + q, 2 * whole.key_heads * keys + v])
+        # z follows q, k and v, or the bottlenecks of decay and z do, which are whole.
+        first, low = len(whole.conv), whole.decay_up is not None
+        rest = torch.arange(first, whole.qkvz.out_features) if low else first + v
+        decay = own if len(whole.dt_bias) == whole.heads else _of_heads(own, keys)
+        gates = own if low else torch.cat([own, whole.heads + decay])
+        return replace(
+            whole,
+            qkvz=self.rows(whole.qkvz, torch.cat([channels, rest])),
+            gates=self.rows(whole.gates, gates),
+            out=self.outputs(whole.out, [count * shared * values for count in key_heads]),
+            conv=whole.conv[channels],
+            A=whole.A[own],
+            dt_bias=whole.dt_bias[decay],
+            key_heads=len(own_keys),
+            decay_up=self.low_rank(whole.decay_up, decay),
+            gate_up=self.low_rank(whole.gate_up, v),
+        )
+
+    def low_rank(self, whole: LowRankProjection | None, outputs: Tensor) -> LowRankProjection | None:
+        """A projection to some of its outputs."""
+        return whole and LowRankProjection(self.rows(whole.up, outputs), _at(whole.bias, outputs))
+
+    def mamba2(self, whole: Mamba2) -> Mamba2:
+        """A Mamba-2 mixer of the groups of this rank, with their heads."""
+        heads, size = len(whole.A) // whole.groups, whole.state_size
+        groups = _shares(whole.groups, self.ranks)
+        own_groups = _span(groups, self.group.rank)
+        own = (own_groups[:, None] * heads + torch.arange(heads)).flatten()
+        x, b = _of_heads(own, whole.head_dim), _of_heads(own_groups, size)
+        channels = torch.cat([x, whole.inner + b, whole.inner + whole.groups * size + b])
+        outputs = torch.cat([x, whole.inner + channels, whole.inner + len(whole.conv) + own])
+        norm = whole.norm
+        if norm is not None:
+            norm = replace(norm, norm=replace(norm.norm, weight=norm.norm.weight[x]), groups=len(own_groups))
+        return replace(
+            whole,
+            project=self.rows(whole.project, outputs),
+            out=self.outputs(whole.out, [count * heads * whole.head_dim for count in groups]),
+            conv=whole.conv[channels],
+            conv_bias=_at(whole.conv_bias, channels),
+            A=whole.A[own],
+            D=whole.D[own],
+            dt_bias=whole.dt_bias[own],
+            groups=len(own_groups),
+            norm=norm,
+            bias=_at(whole.bias, outputs),
+            scale=_at(whole.scale, outputs),
         )
 
     def mlp(self, whole: MLP) -> MLP:
@@ -199,31 +270,65 @@ class OwnedExperts(MixtureOfExperts):
         return ()
 
 
-def head_widths(blocks: Sequence[Block], ranks: int) -> HeadWidths:
-    """For each block the kv heads of every rank; empty where its mixer is not plain attention, or has too few heads.
+def layer_cuts(blocks: Sequence[Block], ranks: int) -> LayerCuts:
+    """The cut of each block's state; empty where its mixer has too few heads, or cannot be taken apart by heads.
 
     Blocks that read each other's keys and values are split alike.
     """
-    able = [_splits(block.mixer, ranks) for block in blocks]
+    cuts = [_cut(block.mixer, ranks) for block in blocks]
     groups: dict[int, list[int]] = {}
     for index, block in enumerate(blocks):
         groups.setdefault(index if block.reads is None else block.reads, []).append(index)
     for members in groups.values():
-        if not all(able[index] for index in members):
+        if not all(cuts[index] for index in members):
             for index in members:
-                able[index] = False
-    return tuple(
-        tuple(shares(block.mixer.kv_heads, ranks) or ()) if able[index] and isinstance(block.mixer, Attention) else ()
-        for index, block in enumerate(blocks)
-    )
+                cuts[index] = ()
+    return tuple(cuts)
 
 
-def _splits(mixer: object, ranks: int) -> bool:
-    if type(mixer) is not Attention or mixer.kv_heads < ranks or mixer.heads % mixer.kv_heads:
+def _cut(mixer: object, ranks: int) -> LayerCut:
+    if type(mixer) is Attention:
+        return tuple(_shares(mixer.kv_heads, ranks)) if _splits(mixer, ranks) else ()
+    if type(mixer) is GatedDelta:
+        return _cut_of_delta(mixer, ranks)
+    return _cut_of_mamba2(mixer, ranks) if type(mixer) is Mamba2 else ()
+
+
+def _splits(mixer: Attention, ranks: int) -> bool:
+    if mixer.kv_heads < ranks or mixer.heads % mixer.kv_heads:
         return False
     norms = [norm for norm in (mixer.q_norm, mixer.k_norm, mixer.v_norm) if norm is not None]
     by_head = all(norm.weight.shape == (mixer.head_dim,) for norm in norms)
     return by_head and mixer.gates % mixer.heads == 0 and not isinstance(mixer.out, SplitWeight)
+
+
+def _cut_of_delta(mixer: GatedDelta, ranks: int) -> LayerCut:
+    if mixer.key_heads < ranks or mixer.heads % mixer.key_heads or mixer.norm.weight.shape != (mixer.value_dim,):
+        return ()
+    if (mixer.decay_up is None) != (mixer.gate_up is None):
+        return ()
+    key_heads, shared = _shares(mixer.key_heads, ranks), mixer.heads // mixer.key_heads
+    keys = tuple(count * mixer.key_dim for count in key_heads)
+    values = tuple(count * shared * mixer.value_dim for count in key_heads)
+    heads = tuple(count * shared for count in key_heads)
+    return {"conv": Cut(-1, (keys, keys, values)), "recurrent": Cut(0, (heads,))}
+
+
+def _cut_of_mamba2(mixer: Mamba2, ranks: int) -> LayerCut:
+    """Of a mixer whose groups are normed each by itself."""
+    if mixer.groups < ranks or (mixer.norm is not None and mixer.norm.groups != mixer.groups):
+        return ()
+    groups, heads = _shares(mixer.groups, ranks), len(mixer.A) // mixer.groups
+    x = tuple(count * heads * mixer.head_dim for count in groups)
+    b = tuple(count * mixer.state_size for count in groups)
+    return {"conv": Cut(-1, (x, b, b)), "ssm": Cut(0, (tuple(count * heads for count in groups),))}
+
+
+def _shares(count: int, ranks: int) -> list[int]:
+    """`shares` of enough units for all ranks."""
+    found = shares(count, ranks)
+    assert found is not None
+    return found
 
 
 def _unit(weight: Weight) -> int:
