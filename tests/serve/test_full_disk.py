@@ -19,7 +19,7 @@ from lmstate.engine import Engine
 from lmstate.engine.tiers.folder import RECORDS
 from lmstate.engine.tiers.sqlite_records import SqliteRecords
 from lmstate.serve import Settings
-from lmstate.serve.conversations import keeper
+from lmstate.serve.conversations import writing
 from lmstate.serve.conversations.live import UNSAVED
 from lmstate.serve.conversations.store import ConversationStore
 from lmstate.serve.wire.owned_records import OwnedRecords
@@ -127,7 +127,7 @@ def test_what_the_page_cannot_store_is_refused_and_changes_nothing(
 def test_an_answer_that_cannot_be_saved_says_so_and_is_saved_later(
     server: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(keeper, "FIRST_RETRY", 0.01)
+    monkeypatch.setattr(writing, "FIRST_RETRY", 0.01)
     store = server.server.pool.models[0].attached.store  # type: ignore[union-attr]
     put, broken = store.put, [True]
 
@@ -188,7 +188,7 @@ def test_the_page_writes_beside_the_event_loop(
 
     for name in ("list", "generation", "get", "put", "put_messages", "delete"):
         monkeypatch.setattr(ConversationStore, name, watched(name))
-    monkeypatch.setattr(keeper, "SAVED_EVERY", 0.0)
+    monkeypatch.setattr(writing, "SAVED_EVERY", 0.0)
     id = create(client, max_tokens=4)
     answer = say(client, id, "Hello")
     client.post(f"{ROOT}/{id}", json={"title": "Title"})

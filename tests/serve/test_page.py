@@ -19,7 +19,7 @@ import lmstate
 from lmstate.engine import Engine
 from lmstate.engine.tiers.sqlite_records import SqliteRecords
 from lmstate.serve import Settings
-from lmstate.serve.conversations import keeper, markdown
+from lmstate.serve.conversations import keeper, markdown, writing
 from lmstate.serve.conversations.branch_prompts import BranchPrompts
 from lmstate.serve.conversations.live import Live
 from lmstate.serve.conversations.markdown import GrowingMarkdown, render, render_blocks
@@ -307,7 +307,7 @@ def test_who_is_told_that_an_answer_ended_is_told_all_of_it(
                 blocks.update(one["blocks"])
         return render_blocks(text + "!")
 
-    monkeypatch.setattr(keeper, "render_blocks", told_meanwhile)
+    monkeypatch.setattr(writing, "render_blocks", told_meanwhile)
     told = say(client, id, "Hello")
     assert told["text"] and told["status"] == "length"
     assert list(blocks.values()) in ([], [html for _, html in told["blocks"]])

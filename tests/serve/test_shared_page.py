@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from lmstate.serve.conversations import keeper, store
+from lmstate.serve.conversations import keeper, store, writing
 from lmstate.serve.conversations.tree import MessageNode
 from tests.engine.conftest import redis_url, tier  # noqa: F401 - fixtures
 from tests.engine.faults import Fault
@@ -80,7 +80,7 @@ def test_an_answer_is_written_by_one_server_and_seen_on_the_other(
     clients: Clients,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(keeper, "SAVED_EVERY", 0.01)
+    monkeypatch.setattr(writing, "SAVED_EVERY", 0.01)
     monkeypatch.setattr(keeper, "LOOK_SECONDS", 0.01)
     here, there = clients
     id = create(here, max_tokens=3)
