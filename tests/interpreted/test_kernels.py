@@ -19,6 +19,7 @@ from lmstate.ops.dense.norm import norm_reference
 from lmstate.ops.recurrent import causal_conv, gated_delta_rule, ssd
 from lmstate.ops.types.block_table import BLOCK_TOKENS, RowBlocks
 from lmstate.ops.types.params import AttentionParams, CausalMask, Norm, Residual
+from lmstate.ops.types.recurrences import DeltaOperands, SSDOperands
 from lmstate.ops.types.slab_table import SlabRows, SlabTable
 from lmstate.ops.types.slabs import BufferShape, Slabs
 from lmstate.ops.types.weight import Weight
@@ -199,7 +200,7 @@ def test_the_gated_delta_rule(by_channel: bool) -> None:
     v, beta, carry = torch.randn(2, 9, 4, 40), torch.rand(2, 9, 4), torch.randn(2, 4, 24, 40)
     g = -torch.rand(2, 9, 4, 24) if by_channel else -torch.rand(2, 9, 4)
     counts = torch.tensor([9, 5])
-    y, new = recurrent.gated_delta_rule(q, k, v, g, beta, carry, counts, 0.2, True)
+    y, new = recurrent.gated_delta_rule(DeltaOperands(q, k, v, g, beta, carry, counts, 0.2, True))
     for r, count in enumerate(counts.tolist()):
         given = tuple(x[r : r + 1, :count] for x in (q, k, v, g, beta))
         expected, end = gated_delta_rule.recurrent(*given, carry[r : r + 1], scale=0.2, normalize=True)
@@ -210,7 +211,7 @@ def test_the_gated_delta_rule(by_channel: bool) -> None:
         first, state, pieces = 0, carry[:1], []
         for size in cut:
             some = tuple(x[:1, first : first + size] for x in (q, k, v, g, beta))
-            piece, state = recurrent.gated_delta_rule(*some, state, torch.tensor([size]), 0.2, True)
+            piece, state = recurrent.gated_delta_rule(DeltaOperands(*some, state, torch.tensor([size]), 0.2, True))
             pieces.append(piece)
             first += size
         assert torch.equal(torch.cat(pieces, 1), y[:1]) and torch.equal(state, new[:1])
@@ -219,7 +220,7 @@ def test_the_gated_delta_rule(by_channel: bool) -> None:
 def test_linear_attention() -> None:
     q, k, v = torch.randn(1, 6, 2, 16), torch.randn(1, 6, 2, 16), torch.randn(1, 6, 2, 20)
     g, state = -torch.rand(1, 6, 2), torch.randn(1, 2, 16, 20)
-    y, new = recurrent.gated_delta_rule(q, k, v, g, None, state, torch.tensor([6]), 1.0, False)
+    y, new = recurrent.gated_delta_rule(DeltaOperands(q, k, v, g, None, state, torch.tensor([6]), 1.0, False))
     for t in range(6):
         state = state * g[:, t, :, None, None].exp() + k[:, t, :, :, None] * v[:, t, :, None]
         torch.testing.assert_close(y[:, t], (q[:, t, :, None] @ state)[:, :, 0], rtol=1e-5, atol=1e-5)
@@ -231,7 +232,7 @@ def test_the_state_space_of_mamba_2() -> None:
     B, C, carry, bias = torch.randn(2, 9, 2, 24), torch.randn(2, 9, 2, 24), torch.randn(2, 4, 40, 24), torch.randn(4)
     counts = torch.tensor([9, 4])
     given = (A, B, C, D)
-    y, new = recurrent.ssd(x, dt, *given, carry, counts, bias, (0.0, float("inf")))
+    y, new = recurrent.ssd(SSDOperands(x, dt, *given, carry, counts, bias, (0.0, float("inf"))))
     expected, end = ssd.ssd(x, dt, *given, carry, counts, dt_bias=bias)
     torch.testing.assert_close(y[1, :4], expected[1, :4], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(y[0], expected[0], rtol=1e-5, atol=1e-5)
@@ -241,7 +242,7 @@ def test_the_state_space_of_mamba_2() -> None:
         for size in cut:
             here = slice(first, first + size)
             some = (x[:1, here], dt[:1, here], A, B[:1, here], C[:1, here], D, state, torch.tensor([size]))
-            piece, state = recurrent.ssd(*some, bias, (0.0, float("inf")))
+            piece, state = recurrent.ssd(SSDOperands(*some, bias, (0.0, float("inf"))))
             pieces.append(piece)
             first += size
         assert torch.equal(torch.cat(pieces, 1), y[:1]) and torch.equal(state, new[:1])

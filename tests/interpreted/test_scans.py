@@ -12,6 +12,7 @@ from lmstate.ops.cuda import recurrent
 from lmstate.ops.recurrent import gated_norm, rg_lru, selective_scan, wkv
 from lmstate.ops.recurrent.scan import running_peaks
 from lmstate.ops.types.params import Norm
+from lmstate.ops.types.recurrences import RGLRUOperands, SelectiveScanOperands
 
 Carry = Sequence[Tensor]
 Body = Callable[[list[Tensor], Carry, Tensor], tuple[Tensor, Carry]]
@@ -61,7 +62,8 @@ def test_the_selective_scan(softplus: bool, gates: bool) -> None:
 
     def body(inputs: list[Tensor], carry: Carry, counts: Tensor) -> tuple[Tensor, Carry]:
         x, dt, B, C, *gate = inputs
-        y, new = recurrent.selective_scan(x, dt, A, B, C, D, *carry, counts, softplus, gate[0] if gate else None)
+        known = x, dt, A, B, C, D, *carry, counts, softplus, gate[0] if gate else None
+        y, new = recurrent.selective_scan(SelectiveScanOperands(*known))
         return y, (new,)
 
     def reference(inputs: list[Tensor], carry: Carry, counts: Tensor) -> tuple[Tensor, Carry]:
@@ -79,7 +81,7 @@ def test_the_rg_lru(scale: float) -> None:
     param, seen = torch.randn(140) * scale - 4 * (scale < 1), torch.tensor([0.0, 1.0, 0.0])
     carry = [torch.randn(3, 140) * seen[:, None], seen]
     holds(
-        lambda inputs, carry, counts: recurrent.rg_lru(*inputs, param, *carry, counts),
+        lambda inputs, carry, counts: recurrent.rg_lru(RGLRUOperands(*inputs, param, *carry, counts)),
         lambda inputs, carry, counts: rg_lru.rg_lru(*inputs, param, (carry[0], carry[1]), counts),
         inputs,
         carry,

@@ -15,6 +15,7 @@ from torch import Tensor
 from lmstate.ops.cpu import abi
 from lmstate.ops.cpu.arguments import function
 from lmstate.ops.types.params import Norm
+from lmstate.ops.types.recurrences import DeltaOperands, RGLRUOperands, SelectiveScanOperands, SSDOperands
 
 RUN = 32
 """Tokens that the bodies take at a time."""
@@ -53,19 +54,9 @@ class RecurrentBodies:
         self._causal_conv(arguments)
         return y, new
 
-    def gated_delta_rule(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor | None,
-        carry: Tensor,
-        counts: Tensor,
-        scale: float,
-        normalize: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def gated_delta_rule(self, operands: DeltaOperands) -> tuple[Tensor, Tensor]:
         """`gated_delta_rule`. Without beta nothing is corrected: a decayed sum of k v^T (and g a number a head)."""
+        q, k, v, g, beta, carry, counts, scale, normalize = operands
         rows, tokens, key_heads, key_dim = k.shape
         heads, value_dim = v.shape[2:]
         q, k, v, carry = _dense(q), _dense(k), _dense(v), carry.contiguous()
@@ -94,20 +85,9 @@ class RecurrentBodies:
             raise MemoryError(f"no memory for the delta rule's runs of heads of {key_dim}")
         return y, new
 
-    def ssd(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor | None,
-        carry: Tensor,
-        counts: Tensor,
-        dt_bias: Tensor | None,
-        dt_limits: tuple[float, float],
-    ) -> tuple[Tensor, Tensor]:
+    def ssd(self, operands: SSDOperands) -> tuple[Tensor, Tensor]:
         """`ssd`."""
+        x, dt, A, B, C, D, carry, counts, dt_bias, dt_limits = operands
         rows, tokens, heads, head_dim = x.shape
         groups, states = B.shape[2:]
         x, B, C, A, carry = _dense(x), _dense(B), _dense(C), A.contiguous(), carry.contiguous()
@@ -130,20 +110,9 @@ class RecurrentBodies:
         self._ssd(arguments)
         return y, new
 
-    def selective_scan(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor | None,
-        carry: Tensor,
-        counts: Tensor,
-        softplus: bool,
-        gate: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def selective_scan(self, operands: SelectiveScanOperands) -> tuple[Tensor, Tensor]:
         """`selective_scan`."""
+        x, dt, A, B, C, D, carry, counts, softplus, gate = operands
         rows, tokens, channels = x.shape
         states = B.shape[2]
         x, dt, B, C, A, carry = _dense(x), _dense(dt), _dense(B), _dense(C), A.contiguous(), carry.contiguous()
@@ -168,18 +137,11 @@ class RecurrentBodies:
         self._selective_scan(arguments)
         return y, new
 
-    def rg_lru(
-        self,
-        x: Tensor,
-        input_gate: Tensor,
-        recurrence_gate: Tensor,
-        recurrent_param: Tensor,
-        carry: tuple[Tensor, Tensor],
-        counts: Tensor,
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def rg_lru(self, operands: RGLRUOperands) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """`rg_lru`."""
+        x, input_gate, recurrence_gate, recurrent_param, h, seen, counts = operands
         rows, tokens, width = x.shape
-        h, seen = (part.contiguous() for part in carry)
+        h, seen = h.contiguous(), seen.contiguous()
         x, input_gate, recurrence_gate = _dense(x), _dense(input_gate), _dense(recurrence_gate)
         expect(input_gate, "the input gate", (rows, tokens, width))
         expect(recurrence_gate, "the recurrence gate", (rows, tokens, width))

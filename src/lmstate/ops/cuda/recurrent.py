@@ -8,6 +8,7 @@ from torch import Tensor
 from lmstate.ops.cuda.configs import GATED_DELTA
 from lmstate.ops.cuda.device import launch, on_gpu, padded
 from lmstate.ops.types.params import Norm
+from lmstate.ops.types.recurrences import DeltaOperands, RGLRUOperands, SelectiveScanOperands, SSDOperands
 
 SLICE = 32
 """Values, or lines of a state, that a program holds."""
@@ -19,13 +20,11 @@ WIDEST_STATE = 256
 WIDEST_GROUP = 1 << 16
 
 
-def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, carry: Tensor, counts: Tensor, scale: float,
-    normalize: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`ops.gated_delta_rule`, or `ops.linear_attention` where beta is None; the arguments are those there."""
+def gated_delta_rule(operands: DeltaOperands) -> tuple[Tensor, Tensor]:
+    """`ops.gated_delta_rule`, or `ops.linear_attention` where beta is None."""
     from lmstate.ops.cuda.kernels import recurrent as kernels
 
+    q, k, v, g, beta, carry, counts, scale, normalize = operands
     rows, width, heads, size = v.shape
     key_heads, key_dim = k.shape[2:]
     out, new = torch.zeros_like(v, memory_format=torch.contiguous_format), torch.empty_like(carry)
@@ -41,13 +40,11 @@ def gated_delta_rule(
     return out, new
 
 
-def ssd(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, carry: Tensor, counts: Tensor,
-    dt_bias: Tensor | None, dt_limits: tuple[float, float],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`ops.ssd`; the arguments are those there."""
+def ssd(operands: SSDOperands) -> tuple[Tensor, Tensor]:
+    """`ops.ssd`."""
     from lmstate.ops.cuda.kernels import recurrent as kernels
 
+    x, dt, A, B, C, D, carry, counts, dt_bias, dt_limits = operands
     rows, width, heads, size = x.shape
     groups, states = B.shape[2:]
     out, new = torch.zeros_like(x, memory_format=torch.contiguous_format), torch.empty_like(carry)
@@ -80,13 +77,11 @@ def causal_conv(
     return out, new
 
 
-def selective_scan(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, carry: Tensor, counts: Tensor,
-    softplus: bool, gate: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`ops.selective_scan`; the arguments are those there."""
+def selective_scan(operands: SelectiveScanOperands) -> tuple[Tensor, Tensor]:
+    """`ops.selective_scan`."""
     from lmstate.ops.cuda.kernels import recurrent as kernels
 
+    x, dt, A, B, C, D, carry, counts, softplus, gate = operands
     rows, width, channels = x.shape
     states = A.shape[1]
     size = STATES // padded(states)
@@ -101,12 +96,11 @@ def selective_scan(
     return out, new
 
 
-def rg_lru(
-    x: Tensor, input_gate: Tensor, recurrence_gate: Tensor, param: Tensor, h: Tensor, seen: Tensor, counts: Tensor
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """`ops.rg_lru`; the arguments are those there."""
+def rg_lru(operands: RGLRUOperands) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """`ops.rg_lru`."""
     from lmstate.ops.cuda.kernels import recurrent as kernels
 
+    x, input_gate, recurrence_gate, param, h, seen, counts = operands
     rows, width, channels = x.shape
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     new, new_seen = torch.empty_like(h), torch.empty_like(seen)

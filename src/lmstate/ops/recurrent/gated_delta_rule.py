@@ -25,6 +25,7 @@ from lmstate.ops import dispatch
 from lmstate.ops.cpu.recurrent import all_float32
 from lmstate.ops.cuda import recurrent as cuda
 from lmstate.ops.ragged import blank, carry_dtype, padding
+from lmstate.ops.types.recurrences import DeltaOperands
 
 RECURRENT_UP_TO = 3
 """Steps of at most this many tokens run token by token. This and the sizes below are measured on H = 16, D = 128."""
@@ -67,11 +68,12 @@ def gated_delta_rule(
     Returns the outputs [R, T, H, Dv] and the new carry, both in the carry's dtype.
     """
     dtype, width = carry_dtype(carry), q.shape[1]
+    operands = DeltaOperands(q, k, v, g, beta, carry, counts, scale, normalize)
     library = dispatch.native(q, k, v, g, beta, carry)
     if library is not None and all_float32(q, k, v, g, beta, carry):
-        return library.recurrent.gated_delta_rule(q, k, v, g, beta, carry, counts, scale, normalize)
+        return library.recurrent.gated_delta_rule(operands)
     if dispatch.gpu(q, k, v, g, beta, carry) and all_float32(q, k, v, g, beta, carry) and k.shape[3] <= cuda.WIDEST_KEY:
-        return cuda.gated_delta_rule(q, k, v, g, beta, carry, counts, scale, normalize)
+        return cuda.gated_delta_rule(operands)
     mask = padding(counts, v)
     q, k, v, g, beta = (blank(x.to(dtype), mask) for x in (q, k, v, g, beta))
     body = recurrent if width <= RECURRENT_UP_TO else chunked

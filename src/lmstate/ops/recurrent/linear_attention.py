@@ -17,6 +17,7 @@ from lmstate.ops.cpu.recurrent import all_float32
 from lmstate.ops.cuda import recurrent as cuda
 from lmstate.ops.ragged import blank, carry_dtype, padding
 from lmstate.ops.recurrent.ssd import RECURRENT_UP_TO, chunked, recurrent
+from lmstate.ops.types.recurrences import DeltaOperands
 
 
 def linear_attention(
@@ -35,9 +36,9 @@ def linear_attention(
     dtype = carry_dtype(carry)
     library = dispatch.native(q, k, v, g, carry)
     if library is not None and all_float32(q, k, v, g, carry):
-        return library.recurrent.gated_delta_rule(q, k, v, g, None, carry, counts, scale=1.0, normalize=False)
+        return library.recurrent.gated_delta_rule(DeltaOperands(q, k, v, g, None, carry, counts, 1.0, False))
     if dispatch.gpu(q, k, v, g, carry) and all_float32(q, k, v, g, carry) and k.shape[3] <= cuda.WIDEST_KEY:
-        return cuda.gated_delta_rule(q, k, v, g, None, carry, counts, 1.0, False)
+        return cuda.gated_delta_rule(DeltaOperands(q, k, v, g, None, carry, counts, 1.0, False))
     mask = padding(counts, q)
     q, k, v, g = (blank(x.to(dtype), mask) for x in (q, k, v, g))
     weight = blank(torch.ones(v.shape[:3], dtype=dtype, device=v.device), mask)  # [R, T, H]

@@ -18,6 +18,7 @@ from lmstate.ops.cpu.recurrent import all_float32
 from lmstate.ops.cuda import recurrent as cuda
 from lmstate.ops.ragged import blank, carry_dtype, padding
 from lmstate.ops.recurrent.scan import scan, split
+from lmstate.ops.types.recurrences import RGLRUOperands
 
 RECURRENT_UP_TO = 16
 """Steps of at most this many tokens run token by token; measured on F = 2560."""
@@ -49,9 +50,9 @@ def rg_lru(
     given = (x, input_gate, recurrence_gate, recurrent_param, h, seen)
     library = dispatch.native(*given)
     if library is not None and all_float32(*given):
-        return library.recurrent.rg_lru(x, input_gate, recurrence_gate, recurrent_param, carry, counts)
+        return library.recurrent.rg_lru(RGLRUOperands(*given, counts))
     if dispatch.gpu(*given) and all_float32(*given):
-        return cuda.rg_lru(*given, counts)
+        return cuda.rg_lru(RGLRUOperands(*given, counts))
     dtype, width = carry_dtype(h), x.shape[1]
     mask = padding(counts, x)
     x, input_gate, recurrence_gate = (blank(each.to(dtype), mask) for each in (x, input_gate, recurrence_gate))

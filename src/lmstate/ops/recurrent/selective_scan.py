@@ -18,6 +18,7 @@ from lmstate.ops.cpu.recurrent import all_float32
 from lmstate.ops.cuda import recurrent as cuda
 from lmstate.ops.ragged import blank, carry_dtype, padding
 from lmstate.ops.recurrent.scan import scan, split
+from lmstate.ops.types.recurrences import SelectiveScanOperands
 
 RECURRENT_UP_TO = 8
 """Steps of at most this many tokens run token by token; measured on F = 1536, N = 16."""
@@ -53,12 +54,13 @@ def selective_scan(
     Returns y [R, T, F] and the new carry, both in the carry's dtype.
     """
     dtype, width = carry_dtype(carry), x.shape[1]
+    operands = SelectiveScanOperands(x, dt, A, B, C, D, carry, counts, softplus, gate)
     given = (x, dt, A, B, C, D, carry, gate)
     library = dispatch.native(*given)
     if library is not None and all_float32(*given):
-        return library.recurrent.selective_scan(x, dt, A, B, C, D, carry, counts, softplus, gate)
+        return library.recurrent.selective_scan(operands)
     if dispatch.gpu(*given) and all_float32(*given) and A.shape[1] <= cuda.WIDEST_STATE:
-        return cuda.selective_scan(x, dt, A, B, C, D, carry, counts, softplus, gate)
+        return cuda.selective_scan(operands)
     dt = F.softplus(dt) if softplus else dt
     mask = padding(counts, x)
     x, dt, B, C = (blank(each.to(dtype), mask) for each in (x, dt, B, C))  # dt = 0 makes padding the identity

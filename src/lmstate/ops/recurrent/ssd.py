@@ -23,6 +23,7 @@ from lmstate.ops import dispatch
 from lmstate.ops.cpu.recurrent import all_float32
 from lmstate.ops.cuda import recurrent as cuda
 from lmstate.ops.ragged import blank, carry_dtype, padding
+from lmstate.ops.types.recurrences import SSDOperands
 
 RECURRENT_UP_TO = 3
 """Steps of at most this many tokens run token by token. This and the sizes below are measured on H = 24, P = 64."""
@@ -63,12 +64,13 @@ def ssd(
     Returns y [R, T, H, P] and the new carry, both in the carry's dtype.
     """
     dtype, width = carry_dtype(carry), x.shape[1]
+    operands = SSDOperands(x, dt, A, B, C, D, carry, counts, dt_bias, dt_limits)
     library = dispatch.native(x, dt, A, B, C, D, carry, dt_bias)
     if library is not None and all_float32(x, dt, A, B, C, D, carry, dt_bias):
-        return library.recurrent.ssd(x, dt, A, B, C, D, carry, counts, dt_bias, dt_limits)
+        return library.recurrent.ssd(operands)
     given = (x, dt, A, B, C, D, carry, dt_bias)
     if dispatch.gpu(*given) and all_float32(*given) and B.shape[3] <= cuda.WIDEST_KEY:
-        return cuda.ssd(x, dt, A, B, C, D, carry, counts, dt_bias, dt_limits)
+        return cuda.ssd(operands)
     mask = padding(counts, x)
     dt = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
     dt = blank(F.softplus(dt).clamp(*dt_limits), mask)  # a weight of 0 and a decay of 1 make padding the identity
