@@ -183,7 +183,7 @@ Draft = Annotated[
     typer.Option(
         "--draft", metavar="MODEL|text|heads|none",
         help="Who proposes tokens to verify several at a step: the text so far, the model's own multi-token "
-        "prediction heads, an EAGLE-3 head, or a smaller model. Changes no word.",
+        "prediction heads, an EAGLE-3 head, an assistant, or a smaller model. Changes no word.",
     ),
 ]  # fmt: skip
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message that comes first.")]
@@ -264,12 +264,12 @@ def load_drafter(name: str, device: str | None = None) -> str | Model:
 def published_head(draft: str) -> Literal[False] | Path:
     """The folder of the head that `--draft` names; False where it names none."""
     from lmstate.checkpoints.hub import resolve
-    from lmstate.models.heads.published import is_eagle3
+    from lmstate.models.heads.published import is_published_head
 
     if draft in DRAFTERS:
         return False
     folder = resolve(draft)
-    return folder if is_eagle3(folder) else False
+    return folder if is_published_head(folder) else False
 
 
 def kv_storage(bits: KVWidth | None) -> Quantized | None:

@@ -9,7 +9,7 @@ logits = softcap(head(norm(x)))
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -93,6 +93,29 @@ class Ending:
 
 def build(w: WeightLoader) -> Model:
     config, shape = w.config, b.Dims.of(w.config)
+    kinds = kinds_of(w)
+    reads = shared_layers(config, kinds)
+    width = config.int("hidden_size_per_layer_input", high=b.MAX_SIZE, default=256)
+    return b.decoder(
+        w,
+        shape,
+        blocks(w, kinds, reads),
+        embed_scale=shape.hidden**0.5,
+        logit_softcap=config.float("final_logit_softcapping", low=1e-6, default=None),
+        entry=per_layer_inputs(w, shape, width, config.int("pad_token_id", default=0)) if width else None,
+        reads=reads,
+        ignore=unread(reads),
+    )
+
+
+def kinds_of(w: WeightLoader) -> list[str]:
+    """Each layer's kind; the last one sees everything, whatever the config says."""
+    return [*layer_kinds(w.config, w.config.int("num_hidden_layers", low=1, high=4096), full_every=6)[:-1], FULL]
+
+
+def blocks(w: WeightLoader, kinds: Sequence[str], reads: Sequence[int | None]) -> Callable[[int], Block]:
+    """A function that makes the blocks by their numbers; reads: see `shared_layers`."""
+    config, shape = w.config, b.Dims.of(w.config)
     directions = config.str("use_bidirectional_attention", default=None)
     if directions == "all":
         raise ModelError(f"{config.where} asks for attention in both directions; only causal models are supported")
@@ -100,8 +123,6 @@ def build(w: WeightLoader) -> Model:
         config.int("intermediate_size", low=1, high=b.MAX_SIZE),
         b.activation(config, "hidden_activation", "gelu_pytorch_tanh"),
     )
-    kinds = [*layer_kinds(config, shape.layers, full_every=6)[:-1], FULL]  # the last one is, whatever the config says
-    reads = shared_layers(config, kinds)
     shapes = [_layer_shape(config, shape, index, kind == FULL) for index, kind in enumerate(kinds)]
 
     @cache
@@ -142,16 +163,7 @@ def build(w: WeightLoader) -> Model:
             ),
         )
 
-    return b.decoder(
-        w,
-        shape,
-        block,
-        embed_scale=shape.hidden**0.5,
-        logit_softcap=config.float("final_logit_softcapping", low=1e-6, default=None),
-        entry=per_layer_inputs(w, shape, width, config.int("pad_token_id", default=0)) if width else None,
-        reads=reads,
-        ignore=unread(reads),
-    )
+    return block
 
 
 def layer_kinds(config: Config, layers: int, full_every: int) -> Sequence[str]:

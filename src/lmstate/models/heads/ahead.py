@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from lmstate.errors import PendingError
+from lmstate.models.heads.assistant import AssistantHead
 from lmstate.models.heads.head import DraftHead, parts
 from lmstate.ops import Norm
 from lmstate.speculation.heads_drafter import AheadDraft
 from lmstate.state import LayerState, State, Step
 from lmstate.state.layers.delayed import DelayedState
+from lmstate.state.layers.last_input import LastInputState
 from lmstate.state.media import Spans
 
 DOUBTFUL = 0.05  # a batch whose drafts are all no more probable than this drafts no further
@@ -34,6 +36,10 @@ def read(
     """
     hidden = heads[0].reads(stream, norm, tapped)
     for head, cache in zip(heads, caches, strict=True):
+        if isinstance(head, AssistantHead):
+            assert isinstance(cache, LastInputState)
+            cache.advance(hidden, step)
+            continue
         tail, blocks = parts(cache)
         before = tail.advance(hidden, step)
         if head is heads[-1]:
@@ -65,7 +71,10 @@ def draft_ahead(
     drafted = _Drafted(last, lengths, counts, caches[0].device or layout.device, media)
     if not any(counts):
         return drafted.drafts()
-    _chain(heads[0], caches[0], drafted) if len(heads) == 1 else _each(heads, caches, drafted)
+    if isinstance(heads[0], AssistantHead):
+        _assisted(heads[0], caches[0], state.layers, drafted)
+    else:
+        _chain(heads[0], caches[0], drafted) if len(heads) == 1 else _each(heads, caches, drafted)
     return drafted.drafts()
 
 
@@ -130,6 +139,17 @@ def _chain(head: DraftHead, cache: LayerState, drafted: _Drafted) -> None:
             before = head.handed_on(stream)
     finally:
         blocks.discard()
+
+
+def _assisted(head: AssistantHead, cache: LayerState, layers: Sequence[LayerState], drafted: _Drafted) -> None:
+    """Draft with a head that attends to the model's own `layers`, always from the position of the next token."""
+    assert isinstance(cache, LastInputState)
+    before, step = cache.carry[0][:, None], drafted.step(0, 1)
+    for at in range(max(drafted.counts)):
+        stream = head.drafting(head.joined(before, drafted.tokens[:, at:]), step, layers)
+        if not drafted.append(head.logits(stream[:, 0])):
+            return
+        before = head.handed_on(stream)
 
 
 def _each(heads: Sequence[DraftHead], caches: Sequence[LayerState], drafted: _Drafted) -> None:

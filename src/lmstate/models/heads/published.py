@@ -1,11 +1,12 @@
-"""Heads that are published apart from the model they draft for: EAGLE-3, as SpecForge and its peers save it."""
+"""Heads that are published apart from the model they draft for: EAGLE-3, as SpecForge and its peers save it, and
+Gemma 4's assistants."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from lmstate.errors import ModelError
 from lmstate.files.json_object import read_object
 from lmstate.models.families import builders as b
 from lmstate.models.heads.eagle3 import Eagle3Block, Eagle3Head
+from lmstate.models.heads.published_assistant import TYPES, with_assistant
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.mapped import moved
@@ -30,12 +32,16 @@ MAPS = ("d2t", "t2d")
 """From the head's tokens to the model's, as differences, and which of the model's tokens the head knows."""
 
 
-def is_eagle3(folder: Path) -> bool:
-    """Whether a folder holds an EAGLE-3 head."""
+def is_published_head(folder: Path) -> bool:
+    """Whether a folder holds a head that `with_head` reads."""
     config = folder / "config.json"
     if not config.is_file():
         return False
     values = read_object(config)
+    return values.get("model_type") in TYPES or _is_eagle3(values)
+
+
+def _is_eagle3(values: dict[str, Any]) -> bool:
     names = values.get("architectures")
     said = [values.get("speculators_model_type"), *(names if isinstance(names, list) else [])]
     return any(isinstance(name, str) and "eagle3" in name.lower() for name in said)
@@ -44,16 +50,18 @@ def is_eagle3(folder: Path) -> bool:
 def with_head(model: Model, folder: Path, loader: Callable[..., WeightLoader]) -> Model:
     """The model with the head in a folder to draft with; `loader` makes a `WeightLoader` of a source.
 
-    Raises `ModelError` for a folder that holds no EAGLE-3 head, a damaged one, or one for another model.
+    Raises `ModelError` for a folder that holds no such head, a damaged one, or one for another model.
     """
     from lmstate.checkpoints.huggingface.directory import CheckpointFolder
 
-    if not is_eagle3(folder):
+    if not is_published_head(folder):
         raise ModelError(
-            f"{folder} holds no head that lmstate can draft with: its config names no EAGLE-3 architecture. Give a "
-            "smaller model as draft instead, or heads=True for the heads of the checkpoint itself"
+            f"{folder} holds no head that lmstate can draft with: its config names no EAGLE-3 architecture and no "
+            "assistant of Gemma 4. Give a smaller model as draft instead, or heads=True for the checkpoint's own heads"
         )
     opened = CheckpointFolder(folder)
+    if opened.config.get("model_type") in TYPES:
+        return with_assistant(model, folder, loader)
     pairs = [(_plain(name), name) for name in opened.names() if name not in MAPS]
     config = opened.config.get("transformer_layer_config")
     config = {**opened.config, **config} if isinstance(config, dict) else opened.config
