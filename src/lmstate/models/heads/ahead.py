@@ -9,10 +9,11 @@ from torch import Tensor
 
 from lmstate.errors import PendingError
 from lmstate.models.heads.assistant import AssistantHead
+from lmstate.models.heads.dflash import DFlashHead
 from lmstate.models.heads.head import DraftHead, parts
 from lmstate.ops import Norm
 from lmstate.speculation.heads_drafter import AheadDraft
-from lmstate.state import LayerState, State, Step
+from lmstate.state import CompositeState, LayerState, State, Step
 from lmstate.state.layers.delayed import DelayedState
 from lmstate.state.layers.last_input import LastInputState
 from lmstate.state.media import Spans
@@ -39,6 +40,10 @@ def read(
         if isinstance(head, AssistantHead):
             assert isinstance(cache, LastInputState)
             cache.advance(hidden, step)
+            continue
+        if isinstance(head, DFlashHead):
+            assert isinstance(cache, CompositeState)
+            head.read_context(hidden, step, cache.members)
             continue
         tail, blocks = parts(cache)
         before = tail.advance(hidden, step)
@@ -73,6 +78,8 @@ def draft_ahead(
         return drafted.drafts()
     if isinstance(heads[0], AssistantHead):
         _assisted(heads[0], caches[0], state.layers, drafted)
+    elif isinstance(heads[0], DFlashHead):
+        _block(heads[0], caches[0], layout.capacity, drafted)
     else:
         _chain(heads[0], caches[0], drafted) if len(heads) == 1 else _each(heads, caches, drafted)
     return drafted.drafts()
@@ -89,7 +96,7 @@ class _Drafted:
         device: torch.device,
         media: tuple[Spans, ...],
     ) -> None:
-        self.lengths, self.counts, self.device, self.media = lengths, counts, device, media
+        self.lengths, self.counts, self.device, self.media = lengths, list(counts), device, media
         self.rows = list(last)
         self.tokens = torch.zeros(len(lengths), 1, dtype=torch.int64, device=device)  # [R, 1 + drafted so far]
         for row, token in last.items():
@@ -150,6 +157,29 @@ def _assisted(head: AssistantHead, cache: LayerState, layers: Sequence[LayerStat
         if not drafted.append(head.logits(stream[:, 0])):
             return
         before = head.handed_on(stream)
+
+
+def _block(head: DFlashHead, cache: LayerState, capacity: int | None, drafted: _Drafted) -> None:
+    """Draft with a head that fills a block at once; rows that have no room for one get no draft."""
+    assert isinstance(cache, CompositeState)
+    for row, length in enumerate(drafted.lengths):
+        fits = capacity is None or length + head.size <= capacity
+        drafted.counts[row] = min(drafted.counts[row], head.size - 1) if fits else 0
+    counts = tuple(head.size if count else 0 for count in drafted.counts)
+    if not any(counts):
+        return
+    ends = tuple(length + count for length, count in zip(drafted.lengths, counts))
+    step = Step(tuple(drafted.lengths), counts, drafted.device, ends, speculative=True, media=drafted.media)
+    tokens = torch.full((len(counts), head.size), head.mask, dtype=torch.int64, device=drafted.device)
+    tokens[:, :1] = drafted.tokens
+    cache.reserve(step)
+    try:
+        stream = head.drafted(tokens, step, cache.members)
+    finally:
+        cache.discard()
+    for at in range(1, 1 + max(drafted.counts)):
+        if not drafted.append(head.logits(stream[:, at])):
+            return
 
 
 def _each(heads: Sequence[DraftHead], caches: Sequence[LayerState], drafted: _Drafted) -> None:

@@ -1,9 +1,9 @@
-"""Heads that are published apart from the model they draft for: EAGLE-3, as SpecForge and its peers save it, and
-Gemma 4's assistants."""
+"""Heads that are published apart from the model they draft for: EAGLE-3, as SpecForge and its peers save it,
+Gemma 4's assistants, and DFlash."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from lmstate.files.json_object import read_object
 from lmstate.models.families import builders as b
 from lmstate.models.heads.eagle3 import Eagle3Block, Eagle3Head
 from lmstate.models.heads.published_assistant import TYPES, with_assistant
+from lmstate.models.heads.published_dflash import ARCHITECTURE, with_dflash
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.mapped import moved
@@ -38,10 +39,15 @@ def is_published_head(folder: Path) -> bool:
     if not config.is_file():
         return False
     values = read_object(config)
-    return values.get("model_type") in TYPES or _is_eagle3(values)
+    return values.get("model_type") in TYPES or _is_dflash(values) or _is_eagle3(values)
 
 
-def _is_eagle3(values: dict[str, Any]) -> bool:
+def _is_dflash(values: Mapping[str, Any]) -> bool:
+    names = values.get("architectures")
+    return isinstance(names, list) and ARCHITECTURE in names
+
+
+def _is_eagle3(values: Mapping[str, Any]) -> bool:
     names = values.get("architectures")
     said = [values.get("speculators_model_type"), *(names if isinstance(names, list) else [])]
     return any(isinstance(name, str) and "eagle3" in name.lower() for name in said)
@@ -56,12 +62,15 @@ def with_head(model: Model, folder: Path, loader: Callable[..., WeightLoader]) -
 
     if not is_published_head(folder):
         raise ModelError(
-            f"{folder} holds no head that lmstate can draft with: its config names no EAGLE-3 architecture and no "
-            "assistant of Gemma 4. Give a smaller model as draft instead, or heads=True for the checkpoint's own heads"
+            f"{folder} holds no head that lmstate can draft with: its config names no EAGLE-3 architecture, no DFlash "
+            "drafter and no assistant of Gemma 4. Give a smaller model as draft instead, or heads=True for the "
+            "checkpoint's own heads"
         )
     opened = CheckpointFolder(folder)
     if opened.config.get("model_type") in TYPES:
         return with_assistant(model, folder, loader)
+    if _is_dflash(opened.config):
+        return with_dflash(model, folder, loader)
     pairs = [(_plain(name), name) for name in opened.names() if name not in MAPS]
     config = opened.config.get("transformer_layer_config")
     config = {**opened.config, **config} if isinstance(config, dict) else opened.config

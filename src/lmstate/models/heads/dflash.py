@@ -1,0 +1,101 @@
+"""DFlash (2602.06036): a drafter that fills a block of masks at once, beside what it made of a model's hidden states.
+
+    c_p = norm(fuse [streams behind chosen blocks at token p]),  keys and values of each layer from c_0 .. c_p
+    y = blocks [next token; mask; mask; ...] at positions p + 1 ..,  logits = head(norm(y)), of the model's own head
+
+Queries of the block attend to all c before it, and to all of the block. The logits at a mask are of its own token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lmstate import ops
+from lmstate.models.block import Block
+from lmstate.models.heads.head import DraftHead
+from lmstate.models.layers.attention import Attention
+from lmstate.ops import Norm, Residual, Weight
+from lmstate.state import CompositeState, LayerState, Layout, Step
+from lmstate.state.layers.context_keys import ContextKeys
+
+
+@dataclass(frozen=True, eq=False)
+class DFlashHead(DraftHead):
+    """Weights of the drafter. `size`: tokens of a block, of which the first is known; `mask`: the id of the others."""
+
+    taps: tuple[int, ...]
+    fuse: Weight  # [E, taps * E]
+    fuse_norm: Norm
+    blocks: tuple[Block, ...]
+    norm: Norm
+    embed: Weight  # [V, E], the model's
+    embed_scale: float
+    head: Weight  # [V, E], the model's
+    size: int
+    mask: int
+    depth: int = 1
+
+    def reads(self, stream: Tensor, norm: Norm, tapped: Sequence[Tensor]) -> Tensor:
+        return ops.norm(ops.linear(torch.cat(list(tapped), dim=-1), self.fuse), self.fuse_norm)
+
+    def joined(self, before: Tensor, tokens: Tensor) -> Tensor:
+        return self.embed.rows(tokens) * self.embed_scale
+
+    def handed_on(self, stream: Tensor) -> Tensor:
+        raise AssertionError("a block of drafts is made at once")
+
+    def logits(self, stream: Tensor) -> Tensor:
+        return ops.linear(stream, self.head, norm=self.norm)
+
+    def new_state(self, layout: Layout) -> LayerState:
+        """Its layer state: keys and values of every token for each of its blocks."""
+        return CompositeState([
+            ContextKeys(
+                layout, mixer.kv_heads, mixer.head_dim, rotate_by=None if mixer.rope is None else mixer.rope.rotate_by
+            )
+            for mixer in self._mixers
+        ])  # fmt: skip
+
+    def read_context(self, context: Tensor, step: Step, caches: Sequence[LayerState]) -> None:
+        """Keep the keys and values of what was made of a step's tokens, `[R, T, E]`."""
+        for mixer, cache in zip(self._mixers, caches, strict=True):
+            _, k, v = _projected(mixer, context, None)
+            assert isinstance(cache, ContextKeys)
+            cache.store(*_turned(mixer, k, v, step), step)
+
+    def drafted(self, tokens: Tensor, step: Step, caches: Sequence[LayerState]) -> Tensor:
+        """The stream behind the blocks, `[R, T, E]`, of a block of tokens int64 `[R, T]` that a step makes room for."""
+        x = self.joined(tokens, tokens)
+        for block, mixer, cache in zip(self.blocks, self._mixers, caches, strict=True):
+            assert isinstance(cache, ContextKeys)
+            q, k, v = _projected(mixer, x, block.mixer_norm)
+            rotation = mixer.rotation(step)
+            cache.store(*_turned(mixer, k, v, step), step)
+            seen = cache.attend_block(ops.rope(q, *rotation) if rotation else q, step, ops.AttentionParams(mixer.scale))
+            x = ops.linear(seen.flatten(-2), mixer.out, mixer.out_bias, residual=Residual(x))
+            x = block.feed(x, x)
+        return x
+
+    @property
+    def _mixers(self) -> list[Attention]:
+        mixers = [block.mixer for block in self.blocks if isinstance(block.mixer, Attention)]
+        assert len(mixers) == len(self.blocks)
+        return mixers
+
+
+def _projected(mixer: Attention, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries `[R, T, H, D]`, keys and values `[R, T, K, D]` of x `[R, T, E]`, normed and not rotated."""
+    heads = ops.linear(x, mixer.qkv, mixer.qkv_bias, norm=norm).unflatten(-1, (-1, mixer.head_dim))
+    q, k, v = (part.contiguous() for part in heads.split([mixer.heads, mixer.kv_heads, mixer.kv_heads], dim=2))
+    assert mixer.q_norm is not None and mixer.k_norm is not None
+    return ops.norm(q, mixer.q_norm), ops.norm(k, mixer.k_norm), v
+
+
+def _turned(mixer: Attention, k: Tensor, v: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+    """Keys at the positions of a step, and the values."""
+    rotation = mixer.rotation(step)
+    return (k if rotation is None else ops.rope(k, *rotation)), v
