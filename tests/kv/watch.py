@@ -179,7 +179,9 @@ class MaskedLatent(Masked, LatentState):
     def store(self, latent: Tensor, rope_key: Tensor, step: Step) -> None:
         self.latent, self.rope_key = latent, rope_key
 
-    def attend_latents(self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float) -> Tensor:
+    def attend_latents(
+        self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
         keys = torch.cat([self.latent, self.rope_key], dim=-1)[:, :, None]
         q = torch.cat([q_latent, q_rope], dim=-1)
-        return self.attend(q, (keys, self.latent[:, :, None]), step, AttentionParams(scale))
+        return self.attend(q, (keys, self.latent[:, :, None]), step, AttentionParams(scale, sinks=sinks))
