@@ -82,6 +82,19 @@ def test_keys_of_several_tokens_are_seen_once_all_of_them_are(rate: int, piece: 
         assert found[own] == sorted(sorted(range(seen), key=lambda at: (-scores[at], -at))[:BUDGET])
 
 
+def test_threads_do_not_change_what_is_chosen() -> None:
+    q, weights, keys = draw(2, 150)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            places = torch.tensor([0, 0]), torch.tensor([150, 120])
+            found.append(choose_positions(q, weights, keys[:, None], *places, BUDGET))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_ragged_rows_choose_as_each_row_alone(dtype: torch.dtype) -> None:
     q, weights, keys = draw(3, 90)

@@ -88,6 +88,7 @@ bool GOMP_loop_nonmonotonic_dynamic_start(long begin, long end, long step, long 
 }
 
 void GOMP_loop_end_nowait(void) {}
+void GOMP_loop_end(void) { GOMP_barrier(); }
 
 int omp_get_num_threads(void) { return me.team ? (int)me.team->size : 1; }
 int omp_get_thread_num(void) { return (int)me.id; }
