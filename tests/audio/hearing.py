@@ -72,10 +72,26 @@ def glmasr(tokenizer: Any) -> tuple[Any, Any]:
     return t.GlmAsrForConditionalGeneration(config), processor
 
 
+def qwen3_asr(tokenizer: Any) -> tuple[Any, Any]:
+    import transformers as t
+
+    names = {
+        **{name: value for name, value in ENCODER.items() if name != "max_source_positions"}, "output_dim": 32,
+        "downsample_hidden_size": 8,
+    }  # fmt: skip
+    config = t.Qwen3ASRConfig(
+        audio_config=t.Qwen3ASREncoderConfig(**names), text_config=t.Qwen3Config(**TEXT, head_dim=8),
+        audio_token_id=258, pad_token_id=257, eos_token_id=257,
+    )  # fmt: skip
+    processor = t.Qwen3ASRProcessor(t.Qwen3ASRFeatureExtractor(feature_size=16), tokenizer, chat_template=TEMPLATE)
+    return t.Qwen3ASRForConditionalGeneration(config), processor
+
+
 HEARING: dict[str, Callable[[Any], tuple[Any, Any]]] = {
     "qwen2_audio": qwen2_audio,
     "audioflamingo3": audioflamingo3,
     "glmasr": glmasr,
+    "qwen3_asr": qwen3_asr,
 }
 
 
@@ -84,7 +100,10 @@ def saved(family: str, folder: Path) -> tuple[Any, Any]:
     import transformers as t
 
     save_tokenizer(folder, [MARK], TEMPLATE)
-    words = {"eos_token": END, "pad_token": END, "additional_special_tokens": [START, MARK]}
+    words: dict[str, Any] = {"eos_token": END, "pad_token": END, "additional_special_tokens": [START, MARK]}
+    if family == "qwen3_asr":
+        words["extra_special_tokens"] = {"audio_token": MARK, "audio_bos_token": START, "audio_eos_token": END}
+        del words["additional_special_tokens"]
     inner = t.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **words)
     inner.chat_template = TEMPLATE
     torch.manual_seed(0)

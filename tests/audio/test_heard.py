@@ -17,7 +17,7 @@ from tests.audio.test_transcribe import noise
 from tests.audio.test_wav import wav
 from tests.zoo import ours
 
-SOUNDS = [noise(0.6, 1), noise(0.95, 2)]
+SOUNDS = [noise(0.6, 1), noise(0.95, 2), noise(33.3, 3)]  # the last one is of many windows
 DRAWN: dict[str, Any] = {"max_new_tokens": 8, "temperature": 1.0, "seed": 1}
 every_family = pytest.mark.parametrize("family", HEARING)
 
@@ -37,8 +37,10 @@ def said(*parts: torch.Tensor | str) -> list[dict[str, Any]]:
 
 
 @every_family
-@pytest.mark.parametrize("order", [[0], [0, 1], [1, "Between.", 0], ["First.", 0, "last.", 1]])
+@pytest.mark.parametrize("order", [[0], [0, 1], [1, "Between.", 0], ["First.", 0, "last.", 1], [2]])
 def test_logits_are_those_of_transformers(family: str, order: list[Any]) -> None:
+    if 2 in order and family == "qwen2_audio":
+        pytest.skip("its processor cuts sounds of more than one window")
     theirs, processor, model = hearing(family)
     prompt = model.encode(said(*(SOUNDS[part] if isinstance(part, int) else part for part in order), "What?"))
     heard = [SOUNDS[part] for part in order if isinstance(part, int)]

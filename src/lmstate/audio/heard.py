@@ -27,6 +27,7 @@ FAMILIES: dict[str, Callable[[Any], float]] = {
     "audioflamingo3": lambda processor: processor.max_audio_len,
     "glmasr": lambda processor: processor.max_audio_len,
     "qwen2_audio": lambda processor: processor.feature_extractor.chunk_length,
+    "qwen3_asr": lambda processor: MOST_SECONDS,
 }
 
 

@@ -177,8 +177,7 @@ def _without_text(config: Any) -> None:
     text = config.text_config
     text.layer_types = []
     text.num_hidden_layers = 0
-    text.vocab_size, text.pad_token_id = 1, None
-    config.pad_token_id = None
+    text.vocab_size, text.pad_token_id, config.pad_token_id = 1, 0, 0  # the id of the only word
     if config.model_type in ("gemma4", "gemma4_unified"):
         config.audio_config = None  # a tower of its own, which may be left out
     if hasattr(config, "quantization_config"):
