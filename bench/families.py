@@ -49,8 +49,7 @@ LEFT_OUT = {
         ("moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody", "trocr", "git", "got_ocr2",
          "emu3", "fuyu", "blt", "mllama"), SPEECH),
     **dict.fromkeys(
-        ("dots3_note", "dots3_note_text",
-         "qwen4_exp", "qwen4_exp_text"), SPARSE),
+        ("qwen4_exp", "qwen4_exp_text"), SPARSE),
     **dict.fromkeys(("ctrl", "cpmant", "gpt_neox_japanese", "openai-gpt", "reformer"), OLD),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), DRAFTER),
     **dict.fromkeys(
@@ -64,7 +63,7 @@ ENCODERS = ("bart", "t5", "t5gemma", "whisper")
 LOADED_AS = {
     "gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "gemma4": "gemma4_text", "llama4": "llama4_text",
     "gemma4_unified": "gemma4_unified_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
-    "gpt-sw3": "gpt2",
+    "gpt-sw3": "gpt2", "dots3_note": "dots3_note_text",
 }  # fmt: skip
 
 

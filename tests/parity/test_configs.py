@@ -54,6 +54,7 @@ SIZES = (
     "num_experts_per_tok",
     "o_groups",
     "o_lora_rank",
+    "shared_experts_intermediate_size",
 )
 LEARNED = ("biogpt", "gpt_neo", "opt")  # have a row of weights for each position
 ROPES = ("rope_parameters", "rope_scaling", "rope_theta")

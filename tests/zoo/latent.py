@@ -42,6 +42,13 @@ _v4 = partial(
     ],
 )  # fmt: skip
 
+_dots3 = partial(
+    _config, "Dots3NoteTextConfig", num_hidden_layers=4, head_dim=24, shared_experts_intermediate_size=32,
+    sliding_window=10, swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_q_lora_rank=16, swa_kv_lora_rank=24,
+    swa_head_dim=20, swa_qk_nope_head_dim=12, swa_v_head_dim=8, n_group=2, topk_group=1, **_INDEXED,
+    layer_types=["indexed_attention", "sliding_attention", "indexed_attention", "sliding_attention"],
+)  # fmt: skip
+
 CASES = {
     "deepseek_v2": partial(_config, "DeepseekV2Config", topk_method="group_limited_greedy", routed_scaling_factor=3.0),
     "deepseek_v2-greedy": partial(
@@ -86,6 +93,8 @@ CASES = {
         compress_rates={"compressed_sparse_attention": 3, "heavily_compressed_attention": 7},
         rope_parameters={key: value for key, value in _YARN.items() if key != "rope_theta"},
     ),
+    "dots3_note": _dots3,
+    "dots3_note-window": partial(_dots3, layer_types=["sliding_attention"] * 3, num_hidden_layers=3, sliding_window=17),
     "minicpm3": partial(_config, "MiniCPM3Config"),
     "minicpm3-plain": partial(
         _config, "MiniCPM3Config", q_lora_rank=None, kv_lora_rank=40, scale_emb=3, scale_depth=None,

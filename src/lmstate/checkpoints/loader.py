@@ -126,6 +126,15 @@ class WeightLoader:
         finally:
             self.device = before
 
+    @contextmanager
+    def configured(self, config: Config) -> Iterator[None]:
+        """Build by another config, that of a layer say, what is built inside."""
+        before, self.config = self.config, config
+        try:
+            yield
+        finally:
+            self.config = before
+
     def devices(self, blocks: int, state: int, reads: Sequence[int | None] = ()) -> tuple[torch.device, ...]:
         """The device of each block. state: bytes that each of them remembers. reads: see `DevicePlacement.of_blocks`.
 

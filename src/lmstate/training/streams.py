@@ -87,6 +87,7 @@ class StreamLatents(LatentState):
 
     def __init__(self, layout: Layout, like: LatentState) -> None:
         super().__init__(layout, like.buffers["latent"].width, like.buffers["rope"].width)
+        self.window = like.window
         latents, rope_keys = whole_text(self.buffers.values(), layout)
         self.past = Past(latents[:, None], rope_keys[:, None])
         self._again: tuple[Tensor, Tensor] | None = None
@@ -108,8 +109,9 @@ class StreamLatents(LatentState):
         self, q_latent: Tensor, q_rope: Tensor, step: Step, *, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
         return attend_latent(
-            q_latent, q_rope, *self.latents(step), step.starts_t, step.counts_t, scale=scale, sinks=sinks
-        )
+            q_latent, q_rope, *self.latents(step), step.starts_t, step.counts_t, scale=scale, window=self.window,
+            sinks=sinks,
+        )  # fmt: skip
 
     def attend_chosen(
         self, q_latent: Tensor, q_rope: Tensor, chosen: Tensor, step: Step, *, scale: float, sinks: Tensor | None = None

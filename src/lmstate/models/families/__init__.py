@@ -50,6 +50,7 @@ FAMILIES = {
     "deepseek_v4": "deepseek_v4",
     "diffllama": "diffllama",
     "dots1": "dots1",
+    "dots3_note_text": "dots3_note",
     "ernie4_5": "llama",
     "ernie4_5_moe": "ernie4_5_moe",
     "ernie4_5_vl_moe_text": "ernie4_5_moe",
@@ -184,6 +185,7 @@ FAMILIES = {
 
 # Whose first checkpoints hold what is the text model's in the config itself -> the text model's own type.
 FLAT = {
+    "dots3_note": "dots3_note_text",
     "hunyuan_vl": "hunyuan_vl_text",
     "paddleocr_vl": "paddleocr_vl_text",
     "qwen2_5_vl": "qwen2_5_vl_text",

@@ -187,11 +187,13 @@ def latent_attention(
     scale: float,
     gates: tuple[str, int] | None = None,
     value_gate: bool = False,
+    eps: float = LATENT_EPS,
 ) -> MultiHeadLatentAttention:
     """Latent attention under DeepSeek's names: `q_proj`, or `q_a_proj` and `q_b_proj`; `kv_a_proj_with_mqa`, ...
 
     `gates`: a projection without a bias that gives so many of them, one a head or a value. `value_gate`: the query's
-    projection gives the gates of each head as well, see the layer.
+    projection gives the gates of each head as well, see the layer. `eps`: of the norms of
+    latents.
     """
     config = w.config
     latent = config.int("kv_lora_rank", low=1, high=b.MAX_SIZE)
@@ -226,11 +228,11 @@ def latent_attention(
         key_up.to(w.dtype).contiguous(),
         value_up.to(w.dtype).mT.contiguous(),
         w.linear(f"{prefix}.o_proj.weight", shape=(shape.hidden, shape.heads * value)),
-        b.norm(w, f"{prefix}.kv_a_layernorm.weight", latent, LATENT_EPS),
+        b.norm(w, f"{prefix}.kv_a_layernorm.weight", latent, eps),
         rope_dim,
         scale,
         rope,
-        None if query_latent is None else b.norm(w, f"{prefix}.q_a_layernorm.weight", query_latent, LATENT_EPS),
+        None if query_latent is None else b.norm(w, f"{prefix}.q_a_layernorm.weight", query_latent, eps),
         q_up,
         down_bias,
         b.biases(w, f"{prefix}.o_proj.bias"),

@@ -56,12 +56,16 @@ class MultiHeadLatentAttention:
     gates: int = 0
     value_gate: bool = False
     sinks: Tensor | None = None  # float32 [H]: see `ops.AttentionParams`
+    window: int | None = None
+    rope_key_norm: Norm | None = None
     temperature: Temperature | None = None
     index: PositionIndex | EarlierChoice | None = None
 
     @property
     def kind(self) -> str:
-        return "latent" if self.index is None else "indexed latent"
+        if self.index is not None:
+            return "indexed latent"
+        return "latent" if self.window is None else "latent window"
 
     @property
     def latent_dim(self) -> int:
@@ -76,7 +80,8 @@ class MultiHeadLatentAttention:
             rotate_index_by = self.index.rope.rotate_by
             return indexed_latent_state(layout, *sizes, rotate_by=rotate_by, rotate_index_by=rotate_index_by)
         return latent_state(
-            layout, self.latent_dim, self.rope_dim, rotate_by=rotate_by, heads=len(self.key_up), scale=self.scale
+            layout, self.latent_dim, self.rope_dim, rotate_by=rotate_by, window=self.window, heads=len(self.key_up),
+            scale=self.scale,
         )  # fmt: skip
 
     def __call__(
@@ -103,12 +108,15 @@ class MultiHeadLatentAttention:
         if self.temperature is not None:
             q = q * self.temperature.at(step)  # a number a token, which no rotation touches
         q_nope, q_rope = q.split([nope, self.rope_dim], dim=-1)  # [R, T, H, Dn], [R, T, H, Dr]
+        if self.rope_key_norm is not None:
+            rope_key = ops.norm(rope_key, self.rope_key_norm)
         if self.rope is not None:
             cos, sin, _ = self.rope.rotation(step)
             q_rope = ops.rope(q_rope, cos, sin, self.rope.interleaved)
             rope_key = ops.rope(rope_key[:, :, None], cos, sin, self.rope.interleaved)[:, :, 0]
         cache.store(ops.norm(latent, self.latent_norm), rope_key, step)
-        if chosen is None and not cache.observed and self._expands(step.width, cache.extent(step)):
+        whole = chosen is None and self.window is None and not cache.observed
+        if whole and self._expands(step.width, cache.extent(step)):
             seen = self._expanded(q_nope, q_rope, cache, step)  # [R, T, H * Dv]
         else:
             seen = self._absorbed(q_nope, q_rope, cache, step, chosen)

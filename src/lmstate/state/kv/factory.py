@@ -66,16 +66,28 @@ def latent_state(
     rope_dim: int,
     *,
     rotate_by: Shift | None = None,
+    window: int | None = None,
     heads: int,
     scale: float,
 ) -> LatentState | EvictingLatentState:
-    """The state of a layer of latent attention under `layout.kv`."""
+    """The state of a layer of latent attention under `layout.kv`.
+
+    A layer whose window is no longer than the budget of an evicting policy keeps its window, stored as the policy says.
+    Raises `UnsupportedError` where it is longer.
+    """
     policy = layout.kv
+    if isinstance(policy, Evicting) and window is not None:
+        if window > policy.most:
+            raise UnsupportedError(
+                f"kv={policy} was asked for; a layer of this model has a window of {window} positions, of which "
+                f"none can be forgotten: give a budget of at least {window}, or use Dense() or Quantized()"
+            )
+        policy = policy.storage
     if isinstance(policy, Evicting):
         return EvictingLatentState(layout, policy, latent_dim, rope_dim, rotate_by=rotate_by, heads=heads, scale=scale)
     if isinstance(policy, Quantized):
-        return QuantizedLatentState(layout, policy, latent_dim, rope_dim, rotate_by=rotate_by)
-    return LatentState(stored_as(layout, policy), latent_dim, rope_dim, rotate_by=rotate_by)
+        return QuantizedLatentState(layout, policy, latent_dim, rope_dim, rotate_by=rotate_by, window=window)
+    return LatentState(stored_as(layout, policy), latent_dim, rope_dim, rotate_by=rotate_by, window=window)
 
 
 def indexed_latent_state(

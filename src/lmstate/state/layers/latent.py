@@ -33,13 +33,27 @@ class LatentState(SlotState):
         *,
         rotate_by: Shift | None = None,
         beside: Mapping[str, tuple[int, ...]] | None = None,
+        window: int | None = None,
     ):
         """`rotate_by(keys [K, S, Dr], delta)` rotates rope keys as if each had stood `delta` positions farther on.
 
-        `beside`: widths of more buffers, as in `SlotState`.
+        `beside`: widths of more buffers, as in `SlotState`. `window`: how many positions a query sees, its own
+        included.
         """
         self.rotate_by = rotate_by
-        super().__init__(layout, {"latent": (latent_dim,), "rope": (rope_dim,), **(beside or {})}, window_span=None)
+        span = self.windowed(window, layout)
+        super().__init__(layout, {"latent": (latent_dim,), "rope": (rope_dim,), **(beside or {})}, window_span=span)
+
+    def windowed(self, window: int | None, layout: Layout) -> int | None:
+        """Take a window; the positions that it needs, those that a rewind brings in sight included."""
+        self.window = window
+        if window is None:
+            return None
+        self.kind = "latent window"
+        return window - 1 + layout.rewind
+
+    def lowest(self, position: int) -> int:
+        return 0 if self.window is None else max(0, position - self.window + 1)
 
     def store(self, latent: Tensor, rope_key: Tensor, step: Step) -> None:
         """Store the new tokens' latents `[R, T, Lat]` and rotated rope keys `[R, T, Dr]`."""
@@ -68,7 +82,10 @@ class LatentState(SlotState):
     ) -> Tensor:
         """Attend to the latents themselves: q `[R, T, H, Lat]` and `[R, T, H, Dr]` -> float32 `[R, T, H, Lat]`."""
         latent, rope_key = (_one_head(self.stored(name)) for name in ("latent", "rope"))
-        return attend_latent(q_latent, q_rope, latent, rope_key, step.starts_t, step.counts_t, scale=scale, sinks=sinks)
+        return attend_latent(
+            q_latent, q_rope, latent, rope_key, step.starts_t, step.counts_t, scale=scale, window=self.window,
+            sinks=sinks,
+        )  # fmt: skip
 
     def attend_chosen(
         self, q_latent: Tensor, q_rope: Tensor, chosen: Tensor, step: Step, *, scale: float, sinks: Tensor | None = None

@@ -78,11 +78,12 @@ class QuantizedLatentState(LatentState):
         *,
         rotate_by: Shift | None = None,
         beside: Mapping[str, tuple[int, ...]] | None = None,
+        window: int | None = None,
     ):
         self.bits, self.rotate_by = storage.bits, rotate_by
         self._lost = False  # whether what is stored of the step had a gradient to follow
         widths, dtypes = coded_buffers({"latent": latent_dim, "rope": rope_dim}, self.bits)
-        SlotState.__init__(self, layout, {**widths, **(beside or {})}, None, dtypes)
+        SlotState.__init__(self, layout, {**widths, **(beside or {})}, self.windowed(window, layout), dtypes)
 
     def store(self, latent: Tensor, rope_key: Tensor, step: Step) -> None:
         self._lost = wanted(latent, rope_key)
@@ -96,7 +97,7 @@ class QuantizedLatentState(LatentState):
         return (refused(latent, LOSS), refused(rope_key, LOSS)) if self._lost else (latent, rope_key)
 
     def _transformed(self, step: Step) -> tuple[Tensor, Tensor]:
-        end = max(step.ends, default=0)
+        end = max(step.ends, default=0) if self.window is None else None  # of a window a ring
         names = ("latent", "latent.scale", "rope", "rope.scale")
         codes, scales, rope_codes, rope_scales = (dense(self.stored(name))[:, 0, :end] for name in names)
         latent = kv_format.decode(codes, scales, self.bits, self.layout.dtype)
@@ -107,8 +108,9 @@ class QuantizedLatentState(LatentState):
     ) -> Tensor:
         q_latent, q_rope = kv_format.hadamard(q_latent), kv_format.hadamard(q_rope)
         seen = attend_latent(
-            q_latent, q_rope, *self._transformed(step), step.starts_t, step.counts_t, scale=scale, sinks=sinks
-        )
+            q_latent, q_rope, *self._transformed(step), step.starts_t, step.counts_t, scale=scale, window=self.window,
+            sinks=sinks,
+        )  # fmt: skip
         seen = kv_format.hadamard(seen)
         return refused(seen, LOSS) if self._lost or wanted(q_latent, q_rope) else seen
 
