@@ -16,6 +16,7 @@ from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_source
 from lmstate.models.families import build
 from lmstate.vision import Tower, families
+from lmstate.vision.tower import has_tower
 from tests.zoo import randomize
 from tests.zoo import text as words
 
@@ -36,6 +37,7 @@ DEEP = {"num_position_embeddings": 16, "deepstack_visual_indexes": [1, 0]}
 WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4v": ("Glm4v", {"image_size": 16}),
     "glm4v_moe": ("Glm4vMoe", {"image_size": 16}),
+    "glm46v": ("Glm46V", {"image_size": 16}),
     "glm_ocr": ("GlmOcr", {"image_size": 16}),
     "qwen3_5": ("Qwen3_5", {"num_position_embeddings": 16}),
     "qwen3_5_moe": ("Qwen3_5Moe", {"num_position_embeddings": 16}),
@@ -65,6 +67,7 @@ MORE: dict[str, dict[str, Any]] = {  # of the text's config
     },
     "glm4v": sections(1, 1, 1, fraction=0.75),
     "glm4v_moe": {**sections(1, 1, 2, fraction=0.5), **EXPERTS, "head_dim": 16},
+    "glm46v": sections(1, 1, 1, fraction=0.75),
     "glm_ocr": {**sections(4, 2, 2), "head_dim": 16},
     "qwen3_5": {**sections(1, 2, 1, fraction=0.25), **DELTA, "head_dim": 32},
     "qwen3_5_moe": {
@@ -160,6 +163,11 @@ def config(name: str) -> Any:
         seeing = t.models.minicpmv4_6.configuration_minicpmv4_6.MiniCPMV4_6VisionConfig(**SEEING, image_size=32)
         text = t.Qwen3_5TextConfig(**TEXT, **MORE["qwen3_5"])
         return t.MiniCPMV4_6Config(vision_config=seeing, text_config=text, image_token_id=IMAGE, insert_layer_id=0)
+    if name == "lighton_ocr":
+        seeing = t.PixtralVisionConfig(**SEEING, image_size=16)
+        return t.LightOnOcrConfig(
+            vision_config=seeing, text_config=t.Qwen3Config(**TEXT, head_dim=8), image_token_id=IMAGE
+        )
     if name == "mistral3":
         seeing = t.PixtralVisionConfig(**SEEING, image_size=16)
         return t.Mistral3Config(vision_config=seeing, text_config=t.MistralConfig(**TEXT), image_token_id=IMAGE)
@@ -186,6 +194,23 @@ def config(name: str) -> Any:
                 **SEEING, head_dim=8, num_key_value_heads=4, pooling_kernel_size=2, position_embedding_size=60
             )
         return getattr(t, f"{kind}Config")(text_config=text, vision_config=seeing, image_token_id=IMAGE)
+    if name == "gemma3n":
+        pytest.importorskip("timm")
+        text = t.Gemma3nTextConfig(
+            **{**TEXT, "num_hidden_layers": 5}, head_dim=8, sliding_window=17,
+            layer_types=["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"],
+            num_kv_shared_layers=2, hidden_size_per_layer_input=12, vocab_size_per_layer_input=85, laurel_rank=6,
+            activation_sparsity_pattern=[0.9, 0.5, 0.0, 0.0, 0.0],
+        )  # fmt: skip
+        return t.Gemma3nConfig(
+            text_config=text, image_token_id=IMAGE, audio_token_id=97, vision_soft_tokens_per_image=4,
+            vision_config=t.Gemma3nVisionConfig(
+                architecture="test_resnet", hidden_size=96, vocab_offset=85, vocab_size=7, do_pooling=False
+            ),
+            audio_config=t.Gemma3nAudioConfig(
+                hidden_size=32, vocab_offset=92, vocab_size=7, conf_num_hidden_layers=1, conf_num_attention_heads=2
+            ),
+        )  # fmt: skip
     if name.startswith("paligemma"):
         seeing = t.SiglipVisionConfig(**SEEING, image_size=8, vision_use_head=False, projection_dim=48)
         text = t.GemmaConfig(**TEXT, head_dim=8)
@@ -231,7 +256,7 @@ def pictures(name: str) -> tuple[dict[str, Tensor], list[int]]:
         pixels = torch.randn(3, 16, 3 * 4 * 4, generator=generator) * mask[..., None]
         inputs = {"pixel_values": pixels, "spatial_shapes": shapes, "pixel_attention_mask": mask.long()}
         return inputs, [4, 3, 1]
-    if name == "mistral3":
+    if name in ("mistral3", "lighton_ocr"):
         sizes = torch.tensor([[16, 16], [8, 16], [16, 8]])
         return {"pixel_values": torch.randn(3, 3, 16, 16, generator=generator), "image_sizes": sizes}, [4, 2, 2]
     if name.startswith("gemma4"):
@@ -264,6 +289,8 @@ def pictures(name: str) -> tuple[dict[str, Tensor], list[int]]:
         mask = torch.ones(1, 3, 16, 16, dtype=torch.bool)
         mask[0, 1, 8:] = False
         return {"pixel_values": pixels[None], "pixel_attention_mask": mask}, [4, 4, 4]
+    if name == "gemma3n":
+        return {"pixel_values": torch.randn(3, 3, 64, 64, generator=generator)}, [4, 4, 4]
     if name.startswith("paligemma"):
         return {"pixel_values": pixels[..., :8, :8]}, [4, 4, 4]
     if name == "deepseek_vl_hybrid":
@@ -301,9 +328,10 @@ def pair(name: str) -> tuple[Any, lmstate.Model, Tower]:
 GRIDS = ["qwen2_vl", "qwen2_5_vl", *WRAPPED]
 WHOLE = ["gemma3", "gemma4", "gemma4_unified", "paligemma", "paligemma2"]  # whose pictures are computed as one piece
 FAMILIES = [
-    *WHOLE, "gemma4_small", "llava", "llava_next", "internvl", "idefics3", "smolvlm", "mistral3", "lfm2_vl", *GRIDS,
+    *WHOLE, "gemma3n", "gemma4_small",
+    "llava", "llava_next", "internvl", "idefics3", "smolvlm", "mistral3", "lfm2_vl", *GRIDS,
     "llama4", "idefics2", "llava_onevision", "deepseek_vl", "deepseek_vl_hybrid", "minicpmv4_6", "granite4_vision",
-    "ovis2",
+    "ovis2", "lighton_ocr",
 ]  # fmt: skip
 
 
@@ -379,6 +407,17 @@ def test_places_that_do_not_fit() -> None:
         tower.media(inputs, [IMAGE])
     with pytest.raises(lmstate.StateError, match="pixel_values of the pictures is"):
         tower.media({"pixel_values": torch.zeros(3)}, [IMAGE])
+
+
+def test_a_tower_that_needs_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for file in ("config.json", "preprocessor_config.json"):
+        (tmp_path / file).write_text('{"model_type": "gemma3n"}')
+    monkeypatch.setitem(families.NEEDS, "gemma3n", "no_such_package")
+    assert not has_tower(tmp_path)
+    with pytest.raises(lmstate.UnsupportedError, match="pip install no_such_package"):
+        Tower.open(tmp_path)
+    monkeypatch.setitem(families.NEEDS, "gemma3n", "json")
+    assert has_tower(tmp_path)
 
 
 def test_checkpoints_without_a_tower(tmp_path: Path) -> None:

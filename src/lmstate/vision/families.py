@@ -154,6 +154,15 @@ def visual_indicators(seeing: Any, config: Any) -> dict[int, Tensor]:
     return {int(token): own[None].float() for token, own in zip(ids, table(last))}
 
 
+def hard_tokens(seeing: Any, config: Any) -> dict[int, Tensor]:
+    """Embeddings `[1, E]` of the ids behind the text's own, by id: pictures and sounds have some each (Gemma 3n)."""
+    found = {}
+    for part in (seeing.embed_vision, seeing.embed_audio):
+        ids = torch.arange(part.vocab_offset, part.vocab_offset + part.vocab_size, device=part.embedding.weight.device)
+        found.update({int(token): own[None].float() for token, own in zip(ids, part(input_ids=ids))})
+    return {token: own for token, own in found.items() if token not in (config.image_token_id, config.audio_token_id)}
+
+
 def replaced(processor: Any, inputs: Inputs, index: int) -> str:
     """The text of a picture's places."""
     return str(processor.replace_image_token(inputs, index))
@@ -193,8 +202,10 @@ FAMILIES: dict[str, Tiles] = {
     "deepseek_vl": rows,
     "deepseek_vl_hybrid": high_rows,
     "gemma3": rows,
+    "gemma3n": rows,
     "gemma4": positioned,
     "gemma4_unified": positioned,
+    "glm46v": grids,
     "glm4v": grids,
     "glm4v_moe": grids,
     "glm_ocr": grids,
@@ -203,6 +214,7 @@ FAMILIES: dict[str, Tiles] = {
     "idefics3": padded_rows,
     "internvl": rows,
     "lfm2_vl": patched,
+    "lighton_ocr": sized,
     "llama4": rows,
     "llava": rows,
     "llava_next": tiled,
@@ -222,7 +234,9 @@ FAMILIES: dict[str, Tiles] = {
 # The function that makes embeddings of a tile, where it is not `pooled`.
 FEATURES: dict[str, Callable[[Any, dict[str, Tensor]], Tensor]] = {"granite4_vision": at_blocks, "llama4": projected}
 # Whose tokens around a picture have embeddings of the tower too.
-MARKS: dict[str, Callable[[Any, Any], dict[int, Tensor]]] = {"ovis2": visual_indicators}
+MARKS: dict[str, Callable[[Any, Any], dict[int, Tensor]]] = {"gemma3n": hard_tokens, "ovis2": visual_indicators}
+# The package of a tower that transformers and Pillow do not make alone.
+NEEDS = {"gemma3n": "timm"}
 # The function that writes the places of a picture, where it is not `replaced`.
 WRITERS: dict[str, Callable[[Any, Inputs, int], str]] = {"idefics2": bounded, "minicpmv4_6": numbered}
 # Whose pictures are one piece with all of the prompt, which they begin.

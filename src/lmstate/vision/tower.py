@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lmstate.errors import ModelError, StateError, UnsupportedError
 from lmstate.state.media import Media, MediaSpan
-from lmstate.vision.families import FAMILIES, FEATURES, MARKS, PREFIXED, Tile, pooled
+from lmstate.vision.families import FAMILIES, FEATURES, MARKS, NEEDS, PREFIXED, Tile, pooled
 
 KEPT_BYTES = 2**28  # of embeddings of pictures that were seen before
 # Parameters of the text model, which is left out.
@@ -48,7 +48,7 @@ class Tower:
         """
         whole, config = load_tower(path, "pictures", FAMILIES)
         seeing = whole.base_model
-        for name in ("language_model", "text_model"):
+        for name in ("language_model", "text_model", "audio_tower"):
             if name in dict(seeing.named_children()):
                 delattr(seeing, name)
         return Tower(config.model_type, seeing.to(device).eval().requires_grad_(False), config, torch.device(device))
@@ -152,7 +152,8 @@ def has_tower(path: Path) -> bool:
     except ModelError:
         return False
     described = any((path / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
-    return family in FAMILIES and described and all(map(find_spec, ("transformers", "PIL")))
+    needed = ("transformers", "PIL", NEEDS.get(family, "PIL"))
+    return family in FAMILIES and described and all(map(find_spec, needed))
 
 
 def family_of(path: Path) -> str:
@@ -170,6 +171,8 @@ def _refuse_family(family: str, what: str, families: Collection[str]) -> None:
             f"{what} are not read by models of the family {family[:80]!r}; they are by {', '.join(sorted(families))}"
             f"{others}"
         )
+    if (needed := NEEDS.get(family)) is not None and find_spec(needed) is None:
+        raise UnsupportedError(f"pictures of a {family} model need {needed}: pip install {needed}")
 
 
 def _without_text(config: Any) -> None:
