@@ -253,6 +253,20 @@ def test_saved_conversation_goes_on_in_another_process(conversation: ChatConvers
     check(later)
 
 
+def test_a_saved_conversation_is_a_session_of_an_engine_and_the_reverse(tmp_path: Path) -> None:
+    conversation = ChatConversation(talking("qwen3_next"), max_new_tokens=6)
+    ask(conversation, "one")
+    command(conversation, f"/save {tmp_path / 'chat'}")
+    with lmstate.Engine(conversation.model) as engine:
+        session = engine.load_session("taken", tmp_path / "chat")
+        assert (session.messages, session.tokens) == (conversation.messages, conversation.state.tokens(0))
+        session.save(tmp_path / "session")
+    later = ChatConversation(conversation.model, max_new_tokens=6)
+    command(later, f"/load {tmp_path / 'session'}")
+    assert later.messages == conversation.messages
+    assert ask(later, "two") == ask(conversation, "two")
+
+
 @pytest.mark.parametrize("name", ["chat.lmstate", "monday", "chat.lms"])
 def test_inspect_describes_a_snapshot(conversation: ChatConversation, name: str, tmp_path: Path) -> None:
     ask(conversation, "one")

@@ -124,8 +124,10 @@ def load(state: State, path: Path) -> tuple[Snapshot, list[Message]]:
 
 
 def with_messages(snapshot: Snapshot, messages: list[Message]) -> Snapshot:
-    """The snapshot with a conversation's messages in its notes, where `messages_of` finds them."""
-    return dataclasses.replace(snapshot, notes=json.dumps({"messages": messages}, default=to_json))
+    """The snapshot with a conversation's messages in its notes, where `messages_of` and `Engine.load_session` find
+    them."""
+    record = {"messages": messages, "turns": [], "marks": []}  # as `lmstate.engine.session_record` writes it
+    return dataclasses.replace(snapshot, notes=json.dumps(record, default=to_json))
 
 
 def messages_of(snapshot: Snapshot) -> list[Message] | None:

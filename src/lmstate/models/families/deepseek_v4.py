@@ -1,5 +1,10 @@
 """DeepSeek-V4: wide residual streams, attention to a window and to compressed entries, and experts chosen by a hash.
 
+s = [embed(tokens)] * N                         # N streams
+s = mixed(s) + w * attention(norm(mix(s)))
+s = mixed(s) + w' * experts(norm(mix'(s)))      # beside shared ones
+logits = head(norm(mix''(s)))
+
 A layer attends to the last tokens alone, to all entries of 128 tokens each (HCA), or to those of 4 tokens that an index
 chooses (CSA). Experts of the first layers follow from the token itself, by a table.
 """

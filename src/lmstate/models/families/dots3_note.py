@@ -1,5 +1,10 @@
 """dots.3 Note: latent attention to chosen positions in some layers and to a window in the others, and experts.
 
+x = embed(tokens)
+x = x + out(gate(y) * latent attention(y))                  # y = norm(x); a gate of one number a head
+x = x + sum over chosen e: g_e * expert_e(z) + shared(z)    # z = norm(x); some layers: an MLP
+logits = head(norm(x))
+
 The latents of queries and keys are scaled by the root of how much narrower they are than the stream. The rope key has a
 norm of its own, and a head's output a gate. Layers with a window have other sizes.
 """
