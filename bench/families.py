@@ -37,7 +37,7 @@ SPEECH = "a part of a model of speech, music or pictures"
 SPARSE = "attends to chosen positions, which needs a state of its own"
 OLD = "old and hardly used"
 WRAPPER = "a wrapper: its text model is loaded"
-DRAFTER = "drafts for another model, and is not one by itself"
+DRAFTER = "drafts for another model (`load(heads=...)`), and is not one by itself"
 NEXT = "not built yet"
 LEFT_OUT = {
     **dict.fromkeys(

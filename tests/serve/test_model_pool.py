@@ -22,6 +22,7 @@ from lmstate.errors import ModelError
 from lmstate.serve import Settings, make_server
 from lmstate.serve.answer.pool import ModelPool, ModelSource
 from lmstate.serve.run import Server
+from lmstate.training import IA3Config, PrefixTuningConfig, PromptTuningConfig
 from tests.serve.running import events, load_tiny, save_tiny, standing_still, started
 from tests.waiting import GUARD, wait_until
 
@@ -164,17 +165,21 @@ def test_a_model_that_rests_is_unloaded(folders: dict[str, Path], expected: dict
 def test_adapters_answer_by_their_names_and_share_no_prefix(tmp_path: Path) -> None:
     model = load_tiny(tmp_path / "base")
     adapters = {}
-    for seed, name in enumerate(("red", "blue")):
-        trained: Any = lmstate.load(tmp_path / "base", weights="float32", trainable="lora")
+    kinds: dict[str, Any] = {
+        "red": "lora", "blue": "lora", "factors": IA3Config(), "prompt": PromptTuningConfig(6),
+        "prefix": PrefixTuningConfig(6),
+    }  # fmt: skip
+    for seed, (name, kind) in enumerate(kinds.items()):
+        trained: Any = lmstate.load(tmp_path / "base", weights="float32", trainable=kind)
         torch.manual_seed(seed)
         for parameter in trained.parameters():
-            parameter.data.normal_(std=0.3)
+            parameter.data.normal_(std=0.3 if kind == "lora" else 1.0)
         trained.save_pretrained(tmp_path / name)
         adapters[name] = tmp_path / name
     shared: Any = lmstate.load(tmp_path / "base", weights="float32", adapter=adapters)
-    told = {"tiny": None, "red": "red", "blue": "blue"}
+    told = {"tiny": None, **{name: name for name in kinds}}
     prints = {shared.adapted(name).fingerprint for name in told.values()}
-    assert len(prints) == 3, "prefixes of one adapter would be taken for those of another"
+    assert len(prints) == 6, "prefixes of one adapter would be taken for those of another"
     prompt = model.tokenizer.chat(CHAT["messages"])
     texts = {name: shared.adapted(each).generate(prompt, max_new_tokens=8) for name, each in told.items()}
     sources = [ModelSource(name, lambda each=each: Engine(shared.adapted(each), rows=2)) for name, each in told.items()]
@@ -184,5 +189,5 @@ def test_adapters_answer_by_their_names_and_share_no_prefix(tmp_path: Path) -> N
             answer = client.post("/v1/chat/completions", json={**CHAT, "model": name}).raise_for_status().json()
             assert answer["choices"][0]["message"]["content"] == text
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        assert len(set(texts.values())) == 3
+        assert len(set(texts.values())) == 6
     gc.collect()
