@@ -70,7 +70,7 @@ def _in_hand(layer: Captured, ranks: Ranks) -> Captured:
 
 def told(layer: Captured, tensors: list[Tensor]) -> dict[str, Any]:
     """A layer in JSON values, for `received` on the others. The tensors that they do not have are added to the list."""
-    if isinstance(layer, RankBlocks):
+    if isinstance(layer, RankBlocks) and layer.blocks():  # one that holds nothing yet goes as tensors
         return {"blocks": layer.told()}
     if isinstance(layer, Parts):
         return {"parts": [told(member, tensors) for member in layer.members]}
