@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 
 import lmstate
 from lmstate.engine import Completion, Request, Session
+from lmstate.engine.memory import RowCost
+from lmstate.engine.options import as_bytes
 from lmstate.engine.tiers.folder import FolderTier
 from lmstate.generation.sampling import Sampler
 from lmstate.speculation import HeadsDrafter, TextDrafter
@@ -91,7 +93,9 @@ class Schedule:
         if self.options.get("drafts"):
             own = HeadsDrafter(self.model, self.model.new_state()) if self.model.heads else TextDrafter(reading=20)
             draft = always(own, VOCAB, depth=5)
-        return lmstate.Engine(self.model, rows=3, memory=self.options["memory"], store=store, draft=draft)
+        least = RowCost.of(self.model, self.model.new_state)(1) * 5 // 4  # some rows take much, however short they are
+        memory = max(as_bytes(self.options["memory"]), least)
+        return lmstate.Engine(self.model, rows=3, memory=memory, store=store, draft=draft)
 
     def ids(self, count: int) -> list[int]:
         self.fed += 1
