@@ -217,9 +217,9 @@ class Stored:
         if self.kv.tail is None:
             return by_vector, coded_v
         n = query // BLOCK * BLOCK
-        k = k.to(self.dtype).float()  # codes are made of what the tail holds
+        k = kv_format.hadamard(k).to(self.dtype).float()  # codes are made of what the tail holds
         coded_k = kv_format.decode_blocks(*kv_format.encode_blocks(k[:, :n], self.bits), self.bits)
-        return torch.cat([coded_k, k[:, n:]], 1), coded_v
+        return kv_format.hadamard(torch.cat([coded_k, k[:, n:]], 1)), coded_v
 
 
 @every_width

@@ -1,10 +1,11 @@
 """Attention over keys and values that are stored in few bits, ring or not: rotating, storing, attending.
 
-Values are codes as soon as they are stored, one scale a vector, after a Hadamard transform, so that no channel
-stands out (QuaRot, 2404.00456). So are keys of 8 bits, and of any width where tokens do not stay together (slots that a
-policy evicts from). Else keys of 4 and 2 bits have a scale for each channel of a block of positions (KIVI, 2402.02750),
-and are codes once their block is whole; the newest are also floats, in a ring. A query sees floats of the keys in its
-own block of positions, codes of those before it: by its position alone, however the tokens came.
+Keys and values go through a Hadamard transform first, so that no channel stands out (QuaRot, 2404.00456). Values are
+codes as soon as they are stored, with a scale for each vector. So are keys of 8 bits, and of any width where tokens do
+not stay together (slots that a policy evicts from). Else keys of 4 and 2 bits have a scale for each channel of a block
+of positions (KIVI, 2402.02750), and are codes once their block is whole; the newest are also floats, in a ring. A query
+sees floats of the keys in its own block of positions, codes of those before it: by its position alone, however the
+tokens came.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def attend_quantized(
             where = slots.expand(k.shape[:3])
             seen = attend_slots(kv_format.hadamard(q), k, v, where, starts, counts, params, mask, observed)
     else:
-        seen = _attend_blocks(q, rings, rings.tail, starts, counts, dtype, params, mask)
+        seen = _attend_blocks(kv_format.hadamard(q), rings, rings.tail, starts, counts, dtype, params, mask)
     return kv_format.hadamard(seen)
 
 
@@ -142,7 +143,7 @@ def _store_transformed(new: Tensor, codes: Tensor, scales: Tensor, starts: Tenso
 
 def _store_blocks(new: tuple[Tensor, Tensor], kv: _Rings, tail: Tensor, starts: Tensor, counts: Tensor) -> None:
     """New keys into the ring, and each block of them that is whole then into codes."""
-    append_one(new[0], tail, starts, counts)
+    append_one(kv_format.hadamard(new[0]), tail, starts, counts)
     _store_transformed(new[1], kv.v, kv.v_scale, starts, counts, kv.bits)
     for r, (start, count) in enumerate(zip(starts.tolist(), counts.tolist())):
         first, whole = start // BLOCK * BLOCK, (start + count) // BLOCK * BLOCK
@@ -162,7 +163,7 @@ def _attend_blocks(
     params: AttentionParams,
     mask: CausalMask,
 ) -> Tensor:
-    """The queries of one block of positions after another; values stay transformed."""
+    """The queries of one block of positions after another; all of it stays transformed."""
     rows, tokens, heads, _ = q.shape
     dim_v = kv.v.shape[3] * 8 // kv.bits
     out = []

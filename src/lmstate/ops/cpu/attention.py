@@ -178,8 +178,8 @@ class AttentionBodies:
                 )
                 q, k = turned_q, turned_k
             source, strides_k, strides_v = (k.data_ptr(), v.data_ptr()), k.stride()[:3], v.stride()[:3]
-        if q.stride(3) != 1 or (tail is None and not rotates[0]):
-            q = q.clone(memory_format=torch.contiguous_format)  # where there is no tail, it is transformed in place
+        if q.stride(3) != 1 or not (rotates[0] or stores_only):
+            q = q.clone(memory_format=torch.contiguous_format)  # it is transformed in place
         out = None if stores_only else torch.empty(rows, tokens, heads, dim_v, dtype=torch.float32)
         ring, (k_row, k_head, k_slot) = (0, (0, 0, 0)) if tail is None else (tail.data_ptr(), tail.stride()[:3])
         (q_row, q_token, q_head), (sums, ends) = q.stride()[:3], column_pointers(columns, kv.k.shape[:3])

@@ -66,7 +66,8 @@ def block_scales(dim: int) -> int:
 
 
 def encode_blocks(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """x `[..., n * BLOCK, D]` -> codes `[..., n * BLOCK, D * bits / 8]`, scales `[..., n * BLOCK, block_scales(D)]`."""
+    """Transformed x `[..., n * BLOCK, D]` -> codes `[..., n * BLOCK, D * bits / 8]`, scales `[..., n * BLOCK,
+    block_scales(D)]`."""
     channels = x.detach().float().unflatten(-2, (-1, BLOCK)).mT  # [..., n, D, BLOCK]
     low, high = channels.aminmax(dim=-1, keepdim=True)
     middle = ((low + high) * 0.5).clamp(-LARGEST, LARGEST).half()  # [..., n, D, 1]

@@ -195,8 +195,8 @@ class QuantizedKV(NamedTuple):
     """Codes `[R, K, S, bytes]` and float16 scales `[R, K, S, n]` of keys and values, position p in slot p % S.
 
     Those of `kv_format.encode(..., WHOLE)` after a Hadamard transform. With a `tail`, keys are those of
-    `kv_format.encode_blocks`, not transformed, S is a multiple of `BLOCK`, and the newest keys are also floats in this
-    ring; see `ops.attend_quantized.attend_quantized`.
+    `kv_format.encode_blocks`, S is a multiple of `BLOCK`, and the newest keys are also floats in this ring,
+    transformed; see `ops.attend_quantized.attend_quantized`.
     """
 
     bits: int

@@ -34,9 +34,9 @@ class Quantized(Storage):
     """In 8, 4 or 2 bits an element; each token is quantized once.
 
     Keys and values go through an orthogonal transform first (Hadamard; as in QuaRot, 2404.00456), so that no channel
-    stands out, with a scale a token and head. But keys of 4 and 2 bits have a scale and a zero point for each channel
-    of 64 positions (KIVI, 2402.02750), and until these are complete, the newest keys are kept as floats; under a policy
-    that evicts, keys are stored as values are. Latents have scales for at most 64 elements of a token.
+    stands out, with a scale per token and head. Keys of 4 and 2 bits have a scale and a zero point for each channel
+    of 64 positions instead (KIVI, 2402.02750). Until these are complete, the newest keys are kept as floats. Under a
+    policy that evicts, keys are stored as values are. Latents have scales for at most 64 elements of a token.
     `ops.types.kv_format` says what is stored.
     """
 

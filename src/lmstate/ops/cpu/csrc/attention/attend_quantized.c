@@ -103,11 +103,11 @@ void store_codes(const attend_args *a, const codes_args *c, int64_t r, int64_t h
   hadamard_head(v, a->dim_v);
   encode_vector(v, a->dim_v, bits, code_at(a, c->v, c->v_table, c, r, h, position, a->dim_v * bits / 8),
                 code_at(a, c->v_scale, c->v_scale_table, c, r, h, position, 2));
+  hadamard_head(k, a->dim);
   if (c->tail) {
     store_head(k, tail_at(a, c, r, h, position), a->dim, a->kind);
     return;
   }
-  hadamard_head(k, a->dim);
   encode_vector(k, a->dim, bits, code_at(a, c->k, c->k_table, c, r, h, position, a->dim * bits / 8),
                 code_at(a, c->k_scale, c->k_scale_table, c, r, h, position, 2));
 }
@@ -148,7 +148,7 @@ int64_t lmstate_attend_quantized(const attend_quantized_args *c) {
     for (int64_t i = 0; i < a->rows * a->kv_heads; i++) store(c, i / a->kv_heads, i % a->kv_heads);
   }
   if (!a->q || a->rows == 0 || a->tokens == 0) return 0;
-  if (!c->codes.tail) hadamard_heads((float *)a->q, a->rows * a->tokens * a->heads, a->dim, c->store_threads);
+  hadamard_heads((float *)a->q, a->rows * a->tokens * a->heads, a->dim, c->store_threads);
   attend_plan plan;
   const int64_t status = attend_begin(a, &c->codes, NULL, &plan);
   if (status) return status;

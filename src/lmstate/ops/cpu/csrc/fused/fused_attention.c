@@ -53,7 +53,7 @@ static void norm_rope_store(const fused_args *run, const attention_args *a, cons
     }
     if (kv < 0 && a->queries && !a->reads)
       memcpy(a->queries + (place * a->heads + h) * a->dim, x, (size_t)a->dim * sizeof(float));
-    if (kv < 0 && a->codes.bits && !a->codes.tail) hadamard_head(x, a->dim);
+    if (kv < 0 && a->codes.bits) hadamard_head(x, a->dim);
     if (kv < 0) continue;
     float *value = qkv + token * width + values + kv * a->dim;
     if (a->v_norm) rms_norm_row(value, a->v_norm, value, a->dim, a->v_eps);
