@@ -38,7 +38,7 @@ def engine(tiny: Running) -> Engine:
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_bytes_of_large_bodies_are_bounded_until_one_is_answered(engine: Engine, chunked: bool) -> None:
-    limits = Settings("tiny", port=0, max_body=2**20, max_bodies=2**20)
+    limits = Settings("tiny", port=0, max_body=2**20, max_sound=2**20, max_bodies=2**20)
     with running(engine, limits) as server, server.client() as client:
         size = 2**20 - 100
         length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {size}"
