@@ -20,7 +20,7 @@ import lmstate
 from lmstate.errors import ModelError
 from lmstate.generation import Generation
 from lmstate.speculation import HeadsDrafter
-from tests.heads.test_drafts import check_heads, prompts_of, speaking_model
+from tests.heads.test_drafts import check_heads, check_learned, prompts_of, speaking_model
 from tests.speculation.drafters import always
 from tests.zoo import CASES, VOCAB, auto, randomize, text
 
@@ -127,6 +127,10 @@ class Pair:
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
     return lru_cache(lambda case: Pair(case, tmp_path_factory.mktemp(case)))
+
+
+def test_learned_positions_are_positions_of_the_drafter_too(pairs: Callable[[str], Pair]) -> None:
+    check_learned(pairs("llama").ours)
 
 
 @pytest.mark.parametrize("case", TARGETS)

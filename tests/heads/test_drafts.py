@@ -15,6 +15,7 @@ from lmstate.errors import PendingError, UnsupportedError
 from lmstate.generation import Generation, Sampler
 from lmstate.ops import dispatch
 from lmstate.speculation import Draft, HeadsDrafter, TextDrafter
+from lmstate.training import NetworkAdapter, PromptTuningConfig
 from tests.generation.fake_model import FakeTokenizer
 from tests.heads.zoo import HEADS, pair
 from tests.invariants.mirror import Mirror, bytes_held
@@ -123,6 +124,29 @@ def test_a_draft_is_what_the_heads_say_of_their_own_words(case: str) -> None:
             expected = made.ahead([*rows[row], last[row], *draft.tokens[:at]], at).softmax(-1)
             assert confidence == pytest.approx(float(expected[token]), abs=1e-3)
             assert float(expected[token]) == pytest.approx(float(expected.max()), abs=1e-4)
+
+
+def check_learned(plain: lmstate.Model) -> None:
+    """Behind learned vectors that are the embedding of token 0, a draft is the one behind that token as a text."""
+    count = 5
+    words = plain.embed.rows(torch.zeros(count, dtype=torch.int64)).float()
+    adapter = NetworkAdapter(PromptTuningConfig(count), {"prompt_embeddings": words})
+    model = replace(plain, network=adapter.applied(plain.network), _fingerprint=None)
+    rows, last = prompts_of(7, 1, 19), {0: 3, 1: 5, 2: 7}
+    opened, written = model.new_state(ROWS, capacity=22), plain.new_state(ROWS, capacity=22 + count)
+    model(rows, opened)
+    plain([[*[0] * count, *row] for row in rows], written)
+    before = [heads_layers(opened, row) for row in range(ROWS)]
+    assert model.draft_ahead(opened, last, 4) == plain.draft_ahead(written, last, 4)
+    for row in range(ROWS):
+        for own, expected in zip(heads_layers(opened, row), before[row], strict=True):
+            assert all(torch.equal(own[name], tensor) for name, tensor in expected.items())
+    check_heads(model, opened)
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_learned_positions_are_positions_of_the_heads_too(case: str) -> None:
+    check_learned(pair(case).ours)
 
 
 @pytest.mark.parametrize("case", ["qwen3_next", "glm4_moe"])

@@ -13,10 +13,11 @@ from lmstate.state.changes import Changes
 from lmstate.state.device import DeviceResult
 from lmstate.state.held import HeldRows
 from lmstate.state.inference_mode import ordinary_tensors
-from lmstate.state.media import before_picture
+from lmstate.state.media import Spans, before_picture
 from lmstate.state.memory import Memory, memory_by_kind, nbytes_beside
 from lmstate.state.pending import Pending
 from lmstate.state.rewind import lost_embeddings, rewind_layers
+from lmstate.state.rows import Row
 from lmstate.state.step import DeviceStep, Step, as_counts
 
 
@@ -149,6 +150,10 @@ class SteppedRows(HeldRows):
         """A device step ran over `tokens` int64 `[R, T]`: they are pending."""
         self._device.result = DeviceResult(tokens, counts, logits)
 
+    def in_layers(self) -> tuple[list[int], tuple[Spans, ...]]:
+        """Length and pictures of each row as its layers count: behind what was learned in front of it."""
+        return [row.length for row in self._rows], tuple(map(self._behind, self._rows))
+
     def static_tensors(self) -> list[Tensor]:
         """Of a static state, all that a device step reads and changes: these tensors never move."""
         return [self._device.positions, *(t for layer in self.layers for t in layer.static_tensors().values())]
@@ -239,7 +244,7 @@ class SteppedRows(HeldRows):
     ) -> Step:
         counts = tuple(map(len, ids))
         starts = tuple(row.cached for row in self._rows)
-        media = tuple(row.media if row.cached < self._ahead else row.media[bool(self._ahead) :] for row in self._rows)
+        media = tuple(row.media if row.cached < self._ahead else self._behind(row) for row in self._rows)
         media = media if any(media) else ()
         step = Step(
             starts, counts, self.layout.device, rope_lengths, speculative, self.layout.chunk, rewindable, media,
@@ -253,6 +258,10 @@ class SteppedRows(HeldRows):
             self.discard()
             raise
         return step
+
+    def _behind(self, row: Row) -> Spans:
+        """The pictures of a row behind what was learned in front."""
+        return row.media[bool(self._ahead) :]
 
     def _read_device_step(self) -> None:
         """If a device step has run, make it the pending step: the one place where the host waits for its tokens."""

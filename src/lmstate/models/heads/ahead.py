@@ -65,15 +65,14 @@ def draft_ahead(
     several each drafts one."""
     if any(state.pending):
         raise PendingError(f"cannot draft: the rows have {state.pending} pending tokens; call commit or discard first")
-    layout, lengths = state.layout, state.lengths
+    layout, lengths, (held, media) = state.layout, state.lengths, state.in_layers()
     depth = depth if len(heads) == 1 else min(depth, len(heads))
     counts = [0] * state.rows
     for row in last:
         ready = lengths[row] and not state.rewind_cost(row, lengths[row])
-        room = [limit - lengths[row] for limit in (layout.capacity, layout.max_positions) if limit is not None]
+        room = [limit - held[row] for limit in (layout.capacity, layout.max_positions) if limit is not None]
         counts[row] = max(0, min([depth, *room])) if ready else 0
-    media = tuple(() if row in state.removed else state.media(row) for row in range(state.rows))
-    drafted = _Drafted(last, lengths, counts, caches[0].device or layout.device, media)
+    drafted = _Drafted(last, held, counts, caches[0].device or layout.device, media)
     if not any(counts):
         return drafted.drafts()
     if isinstance(heads[0], AssistantHead):
@@ -86,7 +85,10 @@ def draft_ahead(
 
 
 class _Drafted:
-    """Tokens of the rows behind what their state holds: the next one, and those drafted after it."""
+    """Tokens of the rows behind what their state holds: the next one, and those drafted after it.
+
+    lengths: the positions of each row as layers count them.
+    """
 
     def __init__(
         self,
@@ -136,8 +138,8 @@ def _chain(head: DraftHead, cache: LayerState, drafted: _Drafted) -> None:
     """Draft with one head, which reads its own output: in the layer state a step of several parts, never committed."""
     tail, blocks = parts(cache)
     most = max(drafted.counts)
-    blocks.reserve(drafted.step(0, most))
     try:
+        blocks.reserve(drafted.step(0, most))
         before = tail.carry[0][:, None]  # [R, 1, E]
         for at in range(most):
             stream = head.stream(before, drafted.tokens[:, at:], drafted.step(at, at + 1), blocks)
@@ -172,8 +174,8 @@ def _block(head: DFlashHead, cache: LayerState, capacity: int | None, drafted: _
     step = Step(tuple(drafted.lengths), counts, drafted.device, ends, speculative=True, media=drafted.media)
     tokens = torch.full((len(counts), head.size), head.mask, dtype=torch.int64, device=drafted.device)
     tokens[:, :1] = drafted.tokens
-    cache.reserve(step)
     try:
+        cache.reserve(step)
         stream = head.drafted(tokens, step, cache.members)
     finally:
         cache.discard()
@@ -198,8 +200,8 @@ def _each(heads: Sequence[DraftHead], caches: Sequence[LayerState], drafted: _Dr
 
 
 def _run(head: DraftHead, blocks: DelayedState, before: Tensor, drafted: _Drafted, step: Step) -> Tensor:
-    blocks.reserve(step)
     try:
+        blocks.reserve(step)
         return head.stream(before, drafted.tokens, step, blocks)
     finally:
         blocks.discard()
