@@ -188,6 +188,34 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             LoHaConfig(0)
 
 
+@pytest.mark.parametrize("kind", ["loha", "lokr", "lokr-both"])
+def test_an_update_of_any_rank_takes_no_more_memory_than_its_matrix(kind: str, tmp_path: Path) -> None:
+    """LoHa's rank is squared, and LoKr's multiplied: beyond that of any matrix, they are one."""
+    big, ids = 200, text(9)
+    with saved(reference := theirs("llama")) as folder, torch.no_grad():
+        config = KINDS[kind](["q_proj", "up_proj"])
+        model = trained(folder, tmp_path, config)
+        parts = {name: tensor.clone() for name, tensor in model.named_parameters()}
+        draw = torch.Generator().manual_seed(2)
+        for name, part in parts.items():
+            if name.endswith(("_a", "_b")):
+                inner = 1 if name.endswith("_a") else 0
+                shape = [big if at == inner else side for at, side in enumerate(part.shape)]
+                parts[name] = big**-0.5 * torch.randn(shape, generator=draw)
+        save_tensors(tmp_path / "adapter_model.safetensors", parts)
+        with pytest.raises(ModelError, match=r"q_proj' has rank 200, and its config says"):
+            lmstate.load(folder, adapter=tmp_path)
+        told = json.loads((tmp_path / "adapter_config.json").read_text()) | {"r": big, "rank_pattern": {}}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(told))
+        again = lmstate.load(folder, weights="float32", adapter=tmp_path)
+        for block in again.blocks:
+            for update in block.mixer.qkv.each[0]:  # type: ignore[union-attr]
+                down, up = update.matrices()  # type: ignore[attr-defined]
+                assert len(down) == up.shape[1] <= min(update.shape)
+        change_weights(reference, tmp_path)
+        torch.testing.assert_close(again(ids), reference(ids).logits, atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("case", "kind"),
     [*((case, kind) for case in ("llama", "phi3", "qwen2-tied-mqa") for kind in KINDS), ("gpt2", "ia3")],

@@ -102,6 +102,16 @@ class RankedConfig(AdapterConfig):
         key = _matching(module, self.ranks)
         return self.rank if key is None else self.ranks[key]
 
+    def checked_rank(self, module: str, *held: int) -> int:
+        """`rank_of` a module. Raises `ModelError` where its tensors are of another rank."""
+        rank = self.rank_of(module)
+        if wrong := [own for own in held if own != rank]:
+            raise ModelError(
+                f"the adapter's update of {module[:80]!r} has rank {wrong[0]}, and its config says {rank}: take both "
+                "files from one adapter"
+            )
+        return rank
+
     def scale_of(self, module: str, rank: int) -> float:
         return self.alpha_of(module) / rank
 

@@ -40,7 +40,8 @@ class LoHaConfig(RankedConfig):
         return (height, width) if [tuple(parts[name].shape) for name in self.part_names] == expected else None
 
     def update(self, module: str, first: int, shape: tuple[int, int], parts: Mapping[str, AdapterTensor]) -> Update:
-        return HadamardProduct(first, shape, parts, self.scale_of(module, self.rank_of(module)))
+        rank = self.checked_rank(module, len(parts["hada_w1_b"].storage))
+        return HadamardProduct(first, shape, parts, self.scale_of(module, rank))
 
     def to_json(self, targets: list[str], modules: Mapping[str, Mapping[str, AdapterTensor]]) -> dict[str, Any]:
         return {**super().to_json(targets, modules), "modules_to_save": None, "init_weights": True}
@@ -86,7 +87,8 @@ class LoKrConfig(RankedConfig):
         return (heights, widths) if known == len(parts) else None
 
     def update(self, module: str, first: int, shape: tuple[int, int], parts: Mapping[str, AdapterTensor]) -> Update:
-        return KroneckerProduct(first, shape, parts, self.scale_of(module, self.rank_of(module)))
+        ranks = [len(part.storage) for name, part in parts.items() if name.endswith("_b")]
+        return KroneckerProduct(first, shape, parts, self.scale_of(module, self.checked_rank(module, *ranks)))
 
     @classmethod
     def read(cls, path: Path, fields: Config) -> Self:

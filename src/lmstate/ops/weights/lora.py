@@ -83,9 +83,12 @@ class LowRank(Product):
 
 
 class HadamardProduct(Product):
-    """LoHa: the elementwise product of two matrices of rank r, which has rank r * r."""
+    """LoHa: the elementwise product of two matrices of rank r, which has rank r * r, or that of any matrix."""
 
     def matrices(self) -> tuple[Tensor, Tensor]:
+        if len(self.read("hada_w1_b")) ** 2 > min(self.shape):
+            pairs = ((self.read(f"hada_w{at}_a"), self.read(f"hada_w{at}_b")) for at in (1, 2))
+            return _factors(torch.mul(*(left @ right for left, right in pairs)))
         ups = self.read("hada_w1_a")[:, :, None] * self.read("hada_w2_a")[:, None]  # [n, r, r]
         downs = self.read("hada_w1_b")[:, None] * self.read("hada_w2_b")[None]  # [r, r, K]
         return downs.flatten(0, 1), ups.flatten(1)
@@ -95,7 +98,7 @@ class KroneckerProduct(Product):
     """LoKr: the Kronecker product of w1 `[a, b]` and w2 `[c, d]`, each of which may be a product itself."""
 
     def matrices(self) -> tuple[Tensor, Tensor]:
-        w1, (left, right) = self._first(), self._second()  # [a, b], [c, r], [r, d]
+        w1, (right, left) = self._first(), self._second()  # [a, b], [r, d], [c, r]
         ones = torch.eye(min(w1.shape), dtype=w1.dtype, device=w1.device)
         if w1.shape[0] < w1.shape[1]:
             return torch.kron(w1, right), torch.kron(ones, left)
@@ -105,11 +108,11 @@ class KroneckerProduct(Product):
         return self.read("lokr_w1") if "lokr_w1" in self.parts else self.read("lokr_w1_a") @ self.read("lokr_w1_b")
 
     def _second(self) -> tuple[Tensor, Tensor]:
-        if "lokr_w2" not in self.parts:
-            return self.read("lokr_w2_a"), self.read("lokr_w2_b")
-        w2 = self.read("lokr_w2")
-        ones = torch.eye(min(w2.shape), dtype=w2.dtype, device=w2.device)
-        return (ones, w2) if w2.shape[0] < w2.shape[1] else (w2, ones)
+        """w2 as `[r, d]` and `[c, r]`, r at most c and d."""
+        if "lokr_w2" in self.parts:
+            return _factors(self.read("lokr_w2"))
+        left, right = self.read("lokr_w2_a"), self.read("lokr_w2_b")
+        return (right, left) if len(right) <= min(len(left), right.shape[1]) else _factors(left @ right)
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,6 +292,12 @@ class LoraWeight(Weight):
     @property
     def device(self) -> torch.device:
         return self.base.device
+
+
+def _factors(whole: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix `[n, K]` as down `[r, K]` and up `[n, r]`, r the smaller one of n and K."""
+    ones = torch.eye(min(whole.shape), dtype=whole.dtype, device=whole.device)
+    return (whole, ones) if whole.shape[0] < whole.shape[1] else (ones, whole)
 
 
 def _rescalings(updates: Updates) -> list[Rescaling]:
