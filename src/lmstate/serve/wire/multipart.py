@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from email.message import Message
-from email.parser import BytesHeaderParser
-from email.policy import HTTP
+import re
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -17,6 +15,8 @@ T = TypeVar("T")
 MOST_PARTS = 64
 MOST_HEADERS = 2**13  # bytes of a part's headers
 MOST_BOUNDARY = 70  # characters, as RFC 2046 has it
+# A parameter of a header, with a value in quotes or without; each character is read once.
+PARAMETER = re.compile(r';\s*+([^\s=;"]++)\s*+=\s*+(?:"((?:[^"\\]|\\.)*+)"|([^\s;"]++))\s*+')
 Form = dict[str, list[bytes]]
 
 
@@ -71,10 +71,9 @@ def _text(name: str, part: bytes) -> str:
 
 
 def _boundary(content_type: str) -> bytes:
-    header = Message()
-    header["content-type"] = content_type
-    boundary = header.get_param("boundary")
-    if header.get_content_type() != "multipart/form-data" or not isinstance(boundary, str):
+    kind, parameters = _parameters(content_type)
+    boundary = parameters.get("boundary")
+    if kind != "multipart/form-data" or boundary is None:
         raise ApiError(
             f"the body is {content_type[:80]!r}; send a form with a file: multipart/form-data with a boundary", 415
         )
@@ -85,12 +84,28 @@ def _boundary(content_type: str) -> bytes:
 
 def _name(headers: bytes) -> str:
     """The field that the headers of a part name."""
-    parsed = BytesHeaderParser(policy=HTTP).parsebytes(headers)
-    told = parsed["content-disposition"]
-    name = None if told is None else told.params.get("name")
-    if not name or told.content_disposition != "form-data":
-        raise _damaged("a part has no Content-Disposition: form-data with a name")
-    return str(name)
+    for line in headers.decode(errors="replace").split("\r\n"):
+        header, _, value = line.partition(":")
+        if header.strip().lower() == "content-disposition":
+            kind, parameters = _parameters(value)
+            if kind == "form-data" and (name := parameters.get("name")):
+                return name
+    raise _damaged("a part has no Content-Disposition: form-data with a name")
+
+
+def _parameters(value: str) -> tuple[str, dict[str, str]]:
+    """The value of a header, in small letters, and its parameters up to one that is damaged.
+
+    Names that RFC 2231 encodes, as `name*`, stay as they are: RFC 7578 forbids them in a form.
+    """
+    kind = value.partition(";")[0]
+    found: dict[str, str] = {}
+    at = len(kind)
+    while parameter := PARAMETER.match(value, at):
+        name, quoted, plain = parameter.groups()
+        found.setdefault(name.lower(), plain if quoted is None else re.sub(r"\\(.)", r"\1", quoted))
+        at = parameter.end()
+    return kind.strip().lower(), found
 
 
 def _damaged(why: str) -> ApiError:
