@@ -130,6 +130,7 @@ CASES: dict[str, tuple[str, Change, str]] = {
     "a rope of two features": (
         "llama", without(head_dim=2, rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "nothing to stretch"
     ),
+    "ropes that are no object": ("deepseek_v4", without(rope_parameters="yarn"), "rope_parameters must be an object"),
     "a rope that does not turn": (
         "llama",
         without(rope_parameters={"rope_type": "longrope", "short_factor": [0] * 8, "long_factor": [1] * 8}),

@@ -38,10 +38,11 @@ def drawn() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("gathered", [1, 1 << 23])
 @pytest.mark.parametrize("piece", [1, 7, 40])
-@pytest.mark.parametrize("sinks", [None, SINKS], ids=["", "sinks"])
+@pytest.mark.parametrize(("window", "sinks"), [(WINDOW, None), (WINDOW, SINKS), (2**31 - 1, SINKS)])
 def test_a_window_and_chosen_entries_by_any_cut(
-    piece: int, gathered: int, sinks: Tensor | None, body: str, monkeypatch: pytest.MonkeyPatch
+    piece: int, gathered: int, window: int, sinks: Tensor | None, body: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A window that no text fills, of a damaged config say, takes no memory."""
     monkeypatch.setattr(module, "GATHERED", gathered)
     q, keys, entries, chosen = drawn()
 
@@ -49,14 +50,14 @@ def test_a_window_and_chosen_entries_by_any_cut(
         places = torch.tensor([start] * 2), torch.tensor([stop - start] * 2)
         some = slice(start, stop)
         return attend_beside(
-            q[:, some], keys, entries, chosen[:, some], *places, window=WINDOW, scale=SCALE, sinks=sinks
+            q[:, some], keys, entries, chosen[:, some], *places, window=window, scale=SCALE, sinks=sinks
         )
 
     found = torch.cat([seen(start, min(40, start + piece)) for start in range(0, 40, piece)], dim=1)
     for r in range(2):
         for t in range(40):
             beside = entries[r, 0, chosen[r, t][chosen[r, t] >= 0]]
-            both = torch.cat([keys[r, 0, max(0, t - WINDOW + 1) : t + 1], beside])
+            both = torch.cat([keys[r, 0, max(0, t - window + 1) : t + 1], beside])
             scores = q[r, t] @ both.T * SCALE
             if sinks is not None:
                 scores = torch.cat([scores, sinks[:, None]], dim=1)

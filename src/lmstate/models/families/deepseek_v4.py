@@ -12,8 +12,9 @@ chooses (CSA). Experts of the first layers follow from the token itself, by a ta
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 from torch.nn.functional import softplus
@@ -273,7 +274,7 @@ def _mixtures(config: Config, layers: int) -> Sequence[str]:
 
 def _ropes(config: Config, head_dim: int) -> dict[str, Rope]:
     """Ropes of layers with a window alone, and of those with entries, which are stretched where the config says so."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given: Mapping[str, Any] = config.fields("rope_parameters") or config.fields("rope_scaling") or {}
     fraction = config.float("partial_rotary_factor", low=0.0, high=1.0, default=None)
     if fraction is None:
         fraction = config.int("qk_rope_head_dim", low=2, default=64) / head_dim

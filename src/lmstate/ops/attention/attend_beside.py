@@ -39,6 +39,7 @@ def attend_beside(
     """
     rows, width, heads, dim = q.shape
     device = chosen.device
+    window = min(window, max([1, *(starts + counts).tolist()]))  # no memory for what no row has
     starts, counts = starts.to(device)[:, None], counts.to(device)[:, None]
     offsets, places, parts = torch.arange(width, device=device), torch.arange(window, device=device), []
     tokens = max(1, GATHERED // max(rows * (window + chosen.shape[2]) * dim, 1))
