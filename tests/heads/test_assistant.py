@@ -195,6 +195,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]] = {
     "drafts for a model 64 wide": ({"backbone_hidden_size": 64}, {}, {}),
     "knows 98 tokens": ({}, {"vocab_size": 98}, {}),
     "made for another model": ({}, {"num_key_value_heads": 1}, {}),
+    "holds no head": ({"model_type": []}, {}, {}),
     "does not use": ({}, {}, {"model.layers.0.other.weight": torch.zeros(3)}),
     "pre_projection": ({}, {}, {"pre_projection.weight": torch.zeros(3, 3)}),
 }
@@ -211,6 +212,16 @@ def test_an_assistant_that_does_not_fit_is_refused(message: str, tmp_path: Path)
     save_file(tensors, tmp_path / "assistant" / "model.safetensors")
     with pytest.raises(ModelError, match=message):
         made.load()
+
+
+def test_clusters_are_no_more_than_there_are_where_nothing_is_said(tmp_path: Path) -> None:
+    made = Pair(tmp_path, ordered=True)
+    path = tmp_path / "assistant" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"centroid_intermediate_top_k": None}))
+    model, ids = made.load(), text(9)[0].tolist()
+    state = model.new_state()
+    model([ids], state)
+    assert len(model.draft_ahead(state, {0: 5}, 3)[0].tokens) >= 1
 
 
 def test_an_assistant_of_another_family_is_refused(tmp_path: Path) -> None:

@@ -131,6 +131,10 @@ CASES: dict[str, tuple[str, Change, str]] = {
         "llama", without(head_dim=2, rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "nothing to stretch"
     ),
     "ropes that are no object": ("deepseek_v4", without(rope_parameters="yarn"), "rope_parameters must be an object"),
+    "ropes of step3p5 that are no object": (
+        "step3p5", lambda config, _: config["text_config"].update(rope_parameters=[1]),
+        "rope_parameters must be an object"
+    ),
     "a rope that does not turn": (
         "llama",
         without(rope_parameters={"rope_type": "longrope", "short_factor": [0] * 8, "long_factor": [1] * 8}),

@@ -166,7 +166,7 @@ def _sparse(config: Config, layers: int) -> Sequence[bool]:
 
 def _ropes(config: Config, shape: b.Dims, kinds: Sequence[object]) -> list[Rope]:
     """The rope of each layer, whose kind of attention it follows; layers with a window are not stretched."""
-    if isinstance((config.get("rope_parameters") or {}).get(F), dict):
+    if isinstance((config.fields("rope_parameters") or Config({})).get(F), dict):
         made = {kind: make_rope(config, shape.head_dim, kind=str(kind)) for kind in set(kinds)}
         return [made[kind] for kind in kinds]
     thetas, fractions = (_first(config, name, shape.layers) for name in ("rope_theta", "partial_rotary_factors"))

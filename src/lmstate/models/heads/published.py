@@ -39,7 +39,12 @@ def is_published_head(folder: Path) -> bool:
     if not config.is_file():
         return False
     values = read_object(config)
-    return values.get("model_type") in TYPES or _is_dflash(values) or _is_eagle3(values)
+    return _is_assistant(values) or _is_dflash(values) or _is_eagle3(values)
+
+
+def _is_assistant(values: Mapping[str, Any]) -> bool:
+    name = values.get("model_type")
+    return isinstance(name, str) and name in TYPES
 
 
 def _is_dflash(values: Mapping[str, Any]) -> bool:
@@ -67,7 +72,7 @@ def with_head(model: Model, folder: Path, loader: Callable[..., WeightLoader]) -
             "checkpoint's own heads"
         )
     opened = CheckpointFolder(folder)
-    if opened.config.get("model_type") in TYPES:
+    if _is_assistant(opened.config):
         return with_assistant(model, folder, loader)
     if _is_dflash(opened.config):
         return with_dflash(model, folder, loader)

@@ -83,7 +83,7 @@ def _clusters(w: WeightLoader, config: Config, opened: object, shape: b.Dims) ->
 
     assert isinstance(opened, CheckpointFolder)
     count = config.int("num_centroids", low=1, high=b.MAX_SIZE, default=2048)
-    best = config.int("centroid_intermediate_top_k", low=1, high=count, default=32)
+    best = config.int("centroid_intermediate_top_k", low=1, high=count, default=min(32, count))
     tokens = opened.integers(ORDER)
     if shape.vocab % count or tokens.sort().values.tolist() != list(range(shape.vocab)):
         raise ModelError(
