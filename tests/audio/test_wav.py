@@ -6,6 +6,8 @@ import io
 import math
 import random
 import struct
+import subprocess
+import sys
 import wave
 
 import numpy as np
@@ -96,3 +98,21 @@ def test_damaged_files_give_a_sound_or_an_error() -> None:
         read += 1
         assert bool(made.isfinite().all()) and made.abs().max() < 2
     assert read > 20
+
+
+def test_long_sounds_take_little_more_memory_than_their_samples() -> None:
+    """Resampled in parts that were joined at the end, half an hour once took ten gigabytes."""
+    program = (
+        "import resource, torch\n"
+        "from lmstate.audio.wav import resampled\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "large = torch.zeros(7_000_000)\n"
+        "del large  # from here on the allocator keeps large blocks among small ones\n"
+        "sound = torch.zeros(1_000_000)\n"
+        "before = peak()\n"
+        "made = resampled(sound, 4_000, 16_000)\n"
+        "print(1024 * (peak() - before), made.nbytes)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    grown, made = map(int, ran.stdout.split())
+    assert grown < made + 2**27

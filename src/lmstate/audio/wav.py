@@ -20,7 +20,7 @@ MOST_CHANNELS = 8
 RATES = (4_000, 192_000)  # samples per second, lowest and highest
 ZEROS = 24  # of the sinc on each side: the filter's length
 ROLLOFF = 0.95  # of the lower rate's highest frequency, from where on the filter falls
-BLOCK = 2**14  # samples that are made at a time
+BLOCK = 2**20  # products that are made at a time: several for each sample
 
 
 def sound_file(path: Path) -> bytes:
@@ -97,11 +97,13 @@ def resampled(samples: Tensor, rate: int, to: int) -> Tensor:
     table, reach = _filters(step, phases)
     padded = torch.nn.functional.pad(samples, (reach, reach + 1))
     taps = torch.arange(table.shape[1])
-    parts = []
-    for at in torch.arange(-(-len(samples) * phases // step)).split(BLOCK):
+    made = samples.new_empty(-(-len(samples) * phases // step))  # all of it first: parts would scatter the memory
+    size = max(1, BLOCK // len(taps))
+    for begin, part in zip(range(0, len(made), size), made.split(size)):
+        at = torch.arange(begin, begin + len(part))
         near = (at * step).div(phases, rounding_mode="floor")  # the sample at or before, which lies at `reach`
-        parts.append((padded[near[:, None] + taps] * table[at % phases]).sum(1))
-    return torch.cat(parts)
+        torch.sum(padded[near[:, None] + taps] * table[at % phases], 1, out=part)
+    return made
 
 
 @lru_cache(maxsize=4)
