@@ -15,6 +15,7 @@ import lmstate
 from lmstate import kv
 from lmstate.errors import CapacityError, ModelError, RewindError, SnapshotError, StateError, UnsupportedError
 from lmstate.files.writing import save_tensors
+from lmstate.state import Media
 from lmstate.training import AdaptedModel, NetworkAdapterModel, PrefixTuningConfig, PromptTuningConfig, loss
 from lmstate.training.openings import OpeningConfig
 from tests.invariants.opened import opened
@@ -112,6 +113,29 @@ def test_a_state_does_not_count_what_was_learned(keys: bool, tmp_path: Path) -> 
         plain([[1]], model.new_state())
     with pytest.raises(UnsupportedError, match="learned positions"):
         model.new_state(static=True, capacity=64)
+
+
+@pytest.mark.parametrize("case", ["llama", "llama-dynamic", "qwen3_next-dense"])
+def test_messages_do_not_count_what_was_learned(case: str) -> None:
+    model, ids = opened(case, keys=False), [1, 2, 3, 9, 9, 9, 9, 5, 6, 7]
+    picture = Media.of(torch.randn(4, model.config.hidden_size), 9)
+    state = model.new_state(rewind=0)
+    state.place(0, 3, picture)
+    with pytest.raises(StateError, match=r"token at 3 is 4, .* stands at 3: .* rewind to 3 first"):
+        model([[1, 2, 3, 4]], state)
+    model([ids], state)
+    if case == "llama":
+        with pytest.raises(UnsupportedError, match="cut the picture at 3 to 7"):
+            state.drop(0, 4, 8)
+    state.restore(0, state.snapshot(0).without_embeddings())
+    if case == "llama-dynamic":  # a long text rotates by other frequencies, and is computed from its start
+        with pytest.raises(StateError, match=r"computed from 0 on, .* picture at 3 to 7 were let go"):
+            model([text(500)[0].tolist()], state)
+    else:
+        with pytest.raises(RewindError, match=r"to 5 .* computed from [05] on, .* at 3 to 7 .* or rewind to 3"):
+            state.rewind(0, 5)
+        state.rewind(0, 3)
+    assert state.lengths == [3 if case != "llama-dynamic" else 10]
 
 
 @pytest.mark.parametrize("keys", [False, True])

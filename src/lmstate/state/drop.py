@@ -10,17 +10,25 @@ from lmstate.state.rows import Row
 
 
 def refuses_drop(
-    layers: Sequence[LayerState], layout: Layout, index: int, row: Row, start: int, stop: int, short_key: int
+    layers: Sequence[LayerState],
+    layout: Layout,
+    index: int,
+    row: Row,
+    start: int,
+    stop: int,
+    short_key: int,
+    ahead: int,
 ) -> str | None:
     """Reason that `start .. stop - 1` of a row cannot be dropped exactly; None if it can.
 
-    index: of the row. short_key: the frequency key of a text that has not outgrown the model's rope.
+    index: of the row. short_key: the frequency key of a text that has not outgrown the model's rope. ahead: positions
+    in front of the row that its caller does not count.
     """
     for span in row.media:
         if span.media.positions is not None:
             return "its pictures have positions of several axes, and layers move keys along one"
         if span.at < start < span.end or span.at < stop < span.end:
-            return f"it would cut the picture at {span.at} to {span.end}"
+            return f"it would cut the picture at {span.at - ahead} to {span.end - ahead}"
     if layout.max_positions is not None:
         return (
             "the model has learned each position by itself, and what it made of the later tokens is of the positions "

@@ -206,7 +206,7 @@ class HeldRows:
         )
 
     def _check_media(self, row: int, own: Row, ids: Sequence[int]) -> None:
-        if own.media and (why := misplaced(own.media, own.length, ids)) is not None:
+        if own.media and (why := misplaced(self._shown(own), self._length(own), ids)) is not None:
             raise StateError(f"row {row} was given other tokens than its pictures have: {why}")
 
     def _check_capacity(self, counts: Sequence[int]) -> None:

@@ -40,9 +40,15 @@ def rewind_layers(layers: Sequence[LayerState], row: int, own: Row, to: int, cha
     return own._replace(cached=base)
 
 
-def lost_embeddings(row: Row, stop: int) -> str | None:
-    """Complaint about a picture before `stop` that the layers of a row miss, and whose embeddings were let go."""
+def lost_embeddings(row: Row, stop: int, ahead: int) -> str | None:
+    """Complaint about a picture before `stop` that the layers of a row miss, and whose embeddings were let go.
+
+    ahead: positions in front of the row that its caller does not count.
+    """
     for span in within(row.media, row.cached, stop):
         if span.media.embeddings is None:
-            return f"the embeddings of the picture at {span.at} to {span.end} were let go: place it there again first"
+            return (
+                f"computed from {max(0, row.cached - ahead)} on, and the embeddings of the picture at "
+                f"{span.at - ahead} to {span.end - ahead} were let go: place it there again first"
+            )
     return None

@@ -186,10 +186,10 @@ class State(SteppedRows):
         back = rewind_layers(self.layers, row, own, to, changes)._replace(
             length=to, expected=0, logits=known, marks=marks, media=media
         )
-        if (gone := lost_embeddings(back, to)) is not None:
+        if (gone := lost_embeddings(back, to, self._ahead)) is not None:
             raise RewindError(
-                f"rewind of row {row} to {asked} was asked for; it is computed from {back.cached} on, and {gone}, or "
-                f"rewind to {self._computable(row, own, to) - self._ahead}"
+                f"rewind of row {row} to {asked} was asked for; it is {gone}, or rewind to "
+                f"{self._computable(row, own, to) - self._ahead}"
             )
         self._apply(changes, self._with(row, back))
 
@@ -406,7 +406,7 @@ class State(SteppedRows):
 
     def _refuses_drop(self, row: int, start: int, stop: int) -> str | None:
         own, short_key = self._rows[row], self._frequency_key(0)
-        return refuses_drop(self.layers, self.layout, row, own, start, stop, short_key)
+        return refuses_drop(self.layers, self.layout, row, own, start, stop, short_key, self._ahead)
 
     def _computable(self, row: int, own: Row, to: int) -> int:
         """The last position before `to` to which a rewind needs no embeddings that were let go."""

@@ -81,8 +81,8 @@ class SteppedRows(HeldRows):
             changes = Changes()
             new = rewind_layers(self.layers, index, row, to, changes)
             new = new if new.cached or new.frequency_key == key else new._replace(frequency_key=key)
-            if (gone := lost_embeddings(new, new.length)) is not None:
-                raise StateError(f"row {index} is to be computed from {new.cached} on, and {gone}")
+            if (gone := lost_embeddings(new, new.length, self._ahead)) is not None:
+                raise StateError(f"row {index} is to be {gone}")
             if new is not row:
                 self._apply(changes, self._with(index, new))
         return [row.backlog if count or self._length(row) else [] for row, count in zip(self._rows, counts)]
