@@ -99,6 +99,17 @@ def test_bad_sounds_are_refused(client: openai.OpenAI, server: Running) -> None:
     assert made.choices[0].finish_reason == "length"
 
 
+def test_errors_of_files_tell_no_paths(tmp_path: Path) -> None:
+    saved("qwen2_audio", tmp_path)
+    model = lmstate.load(tmp_path, weights="float32")
+    for file in tmp_path.glob("*processor*.json"):
+        file.write_text("{")
+    with Engine(model) as engine, running(engine, Settings("tiny", port=0)) as one, one.client() as client:
+        body = {"messages": asked(heard(wav(SOUNDS[0])), "x"), "max_tokens": 1}
+        failed = client.post("/v1/chat/completions", json=body)
+        assert failed.status_code == 500 and str(tmp_path) not in failed.text and "log says why" in failed.text
+
+
 def test_models_of_text_alone_say_so(tmp_path: Path) -> None:
     with (
         Engine(load_tiny(tmp_path)) as engine,

@@ -9,12 +9,14 @@ import random
 import shlex
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import openai
 import pytest
+import torch
 
 import lmstate
 from lmstate.audio.subtitles import as_srt, as_vtt
@@ -189,6 +191,36 @@ def test_a_model_that_hears_nothing_refuses_sounds(tmp_path: Path) -> None:
             refused = client.post("/v1/audio/transcriptions", files={"file": file(0.7)})
         assert refused.status_code == 400 and "reads no sounds" in refused.json()["error"]["message"]
     assert not ours("bart").hears
+
+
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "generation_config.json"])
+def test_errors_of_files_tell_no_paths(tmp_path: Path, name: str) -> None:
+    saved(tmp_path, max_target_positions=128)
+    model = lmstate.load(tmp_path, weights="float32")
+    (tmp_path / name).write_text("{")
+    with Engine(model) as engine, running(engine, Settings("whisper", port=0)) as one, one.client() as client:
+        failed = client.post("/v1/audio/transcriptions", files={"file": file(0.7)})
+        assert failed.status_code == 500 and str(tmp_path) not in failed.text and "log says why" in failed.text
+
+
+def test_one_sound_is_read_at_a_time(model: lmstate.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes much memory, and there are as many threads as requests."""
+    listener, inside, most = model.listener(), [], []
+    samples = listener.samples
+
+    def slow(data: bytes) -> torch.Tensor:
+        inside.append(data)
+        most.append(len(inside))
+        sleep(0.05)
+        try:
+            return samples(data)
+        finally:
+            inside.remove(data)
+
+    monkeypatch.setattr(listener, "samples", slow)
+    with ThreadPoolExecutor(4) as threads:
+        made = list(threads.map(lambda data: model.transcribe(data).text, [SOUNDS[0.7], SOUNDS[2.4]] * 2))
+    assert made[:2] == made[2:] and most == [1] * 4
 
 
 def test_damaged_forms_are_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,13 +27,14 @@ class Listener:
     """transformers' feature extractor of a checkpoint. Safe for any thread.
 
     `rate`: samples per second that it hears at. `window`, `width`: samples and frames of one source, those of 30
-    seconds for Whisper.
+    seconds for Whisper. `one`: held while a sound of any length is read, for half an hour takes a gigabyte.
     """
 
     def __init__(self, extractor: Any, path: Path, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._extractor, self._path, self._tokenizer, self._vocab_size = extractor, path, tokenizer, vocab_size
         self.rate, self.window = int(extractor.sampling_rate), int(extractor.n_samples)
         self.width = int(extractor.nb_max_frames)
+        self.one = Lock()
 
     @staticmethod
     def open(path: Path, tokenizer: Tokenizer | None, vocab_size: int) -> Listener:

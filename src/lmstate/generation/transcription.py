@@ -267,7 +267,8 @@ def segments_of(model: HearingModel, work: Transcription) -> Iterator[Segment]:
 def transcription(model: Hearing, sound: bytes | Tensor, options: TranscriptOptions) -> Transcription:
     """A transcript to be made. Raises as `transcribe`."""
     listener = model.listener()
-    samples = sound if isinstance(sound, Tensor) else listener.samples(sound)
     if model.max_positions is None:
         raise UnsupportedError(f"a transcript was asked for, and a {model.config.family} model writes none")
-    return Transcription(listener, samples, options, model.max_positions)
+    with listener.one:
+        samples = sound if isinstance(sound, Tensor) else listener.samples(sound)
+        return Transcription(listener, samples, options, model.max_positions)

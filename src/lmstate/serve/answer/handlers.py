@@ -45,6 +45,12 @@ def error_response(error: Exception, path: str) -> Response:
     return json_response(api.body(path), api.status, api.headers)
 
 
+def unreadable(error: Exception) -> ApiError:
+    """The error for files of the model that cannot be read: the log has it, and its paths."""
+    log.error("files of the model cannot be read", exc_info=error)
+    return ApiError("files of the model cannot be read; the server's log says why", 500, code="internal_error")
+
+
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(dumps(value), status, headers, media_type="application/json")
 

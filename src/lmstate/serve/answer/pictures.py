@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lmstate.errors import ModelError, StateError
+from lmstate.serve.answer.handlers import unreadable
 from lmstate.serve.wire.errors import ApiError
 from lmstate.serve.wire.picture_sources import SOUND
 from lmstate.vision.reader import MOST_PICTURES, name_of, picture_part
@@ -41,7 +42,10 @@ class Pictures:
         if len(placed) > MOST_PICTURES:
             raise ApiError(f"the conversation has {len(placed)} pictures; it may have {MOST_PICTURES}")
         try:
-            reader = open()  # a model without pictures says so before any is fetched
+            try:
+                reader = open()  # a model without pictures says so before any is fetched
+            except ModelError as error:
+                raise unreadable(error) from error
             files = {url: fetch(url) for url in dict.fromkeys(placed)}
             self.texts: PicturedTexts = reader.texts([files[url] for url in placed])
         except (StateError, ModelError) as error:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from lmstate.audio.listener import language_names
 from lmstate.audio.subtitles import as_srt, as_vtt
-from lmstate.errors import StateError, UnsupportedError
+from lmstate.errors import ModelError, StateError, UnsupportedError
 from lmstate.generation.transcription import (
     Segment,
     SoundAnswer,
@@ -22,7 +22,7 @@ from lmstate.generation.transcription import (
     TranscriptOptions,
     transcription,
 )
-from lmstate.serve.answer.handlers import json_response
+from lmstate.serve.answer.handlers import json_response, unreadable
 from lmstate.serve.answer.service import Service
 from lmstate.serve.wire.errors import ApiError, as_api_error
 from lmstate.serve.wire.schema.transcriptions import TranscriptionBody, TranslationBody
@@ -65,6 +65,8 @@ async def _written(service: Service, request: Request, body: TranslationBody, op
         raise ApiError(str(error), param="language" if service.model.hears else "model") from None
     except StateError as error:
         raise ApiError(str(error), param="file", code="invalid_file") from None
+    except ModelError as error:
+        raise unreadable(error) from error
     task = TranscriptionTask(service, work)
     if body.stream:
         settings = service.settings
