@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import random
+from pathlib import Path
 
 import pytest
+import transformers
 
 import lmstate
 from lmstate.engine import Request
@@ -115,6 +117,19 @@ def test_an_engine_that_could_take_no_request_is_not_made() -> None:
         lmstate.Engine(model, memory=needed - 1)
     with lmstate.Engine(model, memory=needed) as engine:
         assert len(engine.submit(prompt(20, 1), max_new_tokens=3).result(600).tokens[0]) == 3
+
+
+@pytest.mark.parametrize("positions", [24, 64, 100])
+def test_a_model_of_few_positions_is_served(positions: int, tmp_path: Path) -> None:
+    """Rows are measured with one block and with two: such a model has no two, or not even one."""
+    config = transformers.GPT2Config(
+        vocab_size=256, n_positions=positions, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    model = lmstate.load(tmp_path, weights="float32")
+    with lmstate.Engine(model) as engine:
+        got = engine.submit(prompt(20, 1), max_new_tokens=4).result(600).tokens[0]
+    assert got == alone(model, prompt(20, 1), 4)[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -47,7 +47,8 @@ class RowCost:
             state.condition(0, encoder.shortest)
             source = state.snapshot(0)
             per_source = 0.0 if encoder.hears else nbytes(state) / BLOCK_TOKENS  # sounds have one length
-        shorter, longer = reserved(BLOCK_TOKENS), reserved(2 * BLOCK_TOKENS)
+        most = model.max_positions or 2 * BLOCK_TOKENS  # of a row, which may be less than a block
+        shorter, longer = (reserved(min(count, most)) for count in (BLOCK_TOKENS, 2 * BLOCK_TOKENS))
         per_token = (longer - shorter) / BLOCK_TOKENS
         return RowCost(int(shorter - BLOCK_TOKENS * per_token) + 4 * model.config.vocab_size, per_token, per_source)
 
