@@ -264,6 +264,19 @@ def test_embeddings_that_were_let_go() -> None:
     assert again is not None and torch.equal(again[0], whole(model, ids, spans)[spans[1].end - 1])
 
 
+def test_rows_beside_one_that_cannot_be_computed_again_stay_as_they_are() -> None:
+    """A longer text rotates by other frequencies, and its row is computed from its start."""
+    model = ours("llama-dynamic")
+    state = placed(model.new_state(rows=2), (span := MediaSpan(3, picture(4, model.config.hidden_size, 0)),), row=1)
+    model([[1, 2, 3], [1, 2, 3, *span.media.ids, 5]], state)
+    state.restore(1, state.snapshot(1).without_embeddings())
+    longer = text(400)[0].tolist()
+    with pytest.raises(lmstate.StateError, match="row 1 is to be computed from 0 on"):
+        model([longer, longer], state)
+    assert state.lengths == [3, 8] and [state.rewind_cost(0, 3), state.rewind_cost(1, 8)] == [0, 0]
+    assert state.kept(0, 0)[0] == [0, 1, 2]
+
+
 def test_bytes_are_counted_once() -> None:
     model = ours("llama")
     ids, spans = story(model)

@@ -16,7 +16,7 @@ from lmstate.state.inference_mode import ordinary_tensors
 from lmstate.state.media import Spans, before_picture
 from lmstate.state.memory import Memory, memory_by_kind, nbytes_beside
 from lmstate.state.pending import Pending
-from lmstate.state.rewind import lost_embeddings, rewind_layers
+from lmstate.state.rewind import lost_embeddings, nearest_mark, rewind_layers
 from lmstate.state.rows import Row
 from lmstate.state.step import DeviceStep, Step, as_counts
 
@@ -72,17 +72,21 @@ class SteppedRows(HeldRows):
         if len(counts) != self.rows:
             raise StateError(f"{len(counts)} rows of tokens were given to a state of {self.rows}; idle rows are []")
         self._check_capacity(counts)
+        aims = []  # of each row: its frequency key, and where it is computed from; an error leaves all as they are
         for index, (row, length, count) in enumerate(zip(self._rows, self._rope_lengths(counts), counts)):
             key = self._frequency_key(length)
             to = 0 if row.cached and key != row.frequency_key else row.cached
             if logits and not count and row.logits is None and row.cached == row.length > self._ahead:
                 to = min(to, before_picture(row.media, row.length - 1) if self.whole_pictures else row.length - 1)
+            base, _ = nearest_mark(self.layers, index, row, to)
+            if (gone := lost_embeddings(row._replace(cached=base), row.length, self._ahead)) is not None:
+                raise StateError(f"row {index} is to be {gone}")
+            aims.append((key, to))
+        for index, (row, (key, to)) in enumerate(zip(self._rows, aims)):
             # Each row in a change of its own: the next one starts from the tensors that this one leaves.
             changes = Changes()
             new = rewind_layers(self.layers, index, row, to, changes)
             new = new if new.cached or new.frequency_key == key else new._replace(frequency_key=key)
-            if (gone := lost_embeddings(new, new.length, self._ahead)) is not None:
-                raise StateError(f"row {index} is to be {gone}")
             if new is not row:
                 self._apply(changes, self._with(index, new))
         return [row.backlog if count or self._length(row) else [] for row, count in zip(self._rows, counts)]
