@@ -183,7 +183,7 @@ class Front:
         """Give a request to the best replica that takes it and was not tried."""
         refused: Exception | None = None
         with self._lock:
-            self._refuse_ending()
+            self.refuse_closed()  # a front that is being drained lets its requests move
             self.moved += bool(answered)
         for replica in self.by_choice(key):
             if replica.id in tried:

@@ -185,6 +185,8 @@ class MovingRequest(Request):
         self._later(self._move, 0.0)
 
     def _move(self) -> None:
+        if self.done:
+            return
         try:
             self._sent()
             self._stranded = None
