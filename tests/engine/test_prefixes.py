@@ -8,6 +8,8 @@ import pytest
 
 import lmstate
 from lmstate.engine import Completion
+from lmstate.engine.memory import RowCost
+from lmstate.engine.options import as_bytes
 from tests.engine.alone import alone
 from tests.engine.test_batching import KINDS, paused, prompt
 from tests.invariants.stretched import stretched
@@ -123,7 +125,8 @@ def test_any_traffic_at_any_budget_gives_what_each_request_gets_alone(kind: str,
     model = ours(KINDS[kind])
     dice = random.Random(f"{kind} {memory}")
     texts: list[list[int]] = []
-    with lmstate.Engine(model, rows=3, memory=memory) as engine:
+    least = RowCost.of(model, model.new_state)(134)  # of the longest request, alone
+    with lmstate.Engine(model, rows=3, memory=max(as_bytes(memory), least)) as engine:
         for _ in range(12):
             asked = []
             for _ in range(dice.randint(1, 4)):
