@@ -83,6 +83,8 @@ def test_scripts_take_one_digit_and_numbers_all() -> None:
             r"\begin{x}\end{x}",
             r"\end{x}",
             "x^1^2",
+            "x'^1^2",
+            "x'^1'^2",
             "a&b",
         ),
         *(r"\begin{matrix}\end{cases}", r"\left x", "x" * (MOST_TEX + 1)),

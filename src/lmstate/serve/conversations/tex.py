@@ -63,6 +63,7 @@ PASSED = frozenset(
     ("limits", "nolimits", "displaylimits", "textstyle", "scriptstyle", "nonumber", "notag", "hline", "hfill")
 )
 PASSED_WITH_ARGUMENT = frozenset(("label", "color", "hspace", "vspace", "cline", "require"))
+PRIMES = re.compile("<mo>′+</mo>")
 RELATIONS = {"-": "−", "*": "∗", ":": ":", "'": "′"}
 
 
@@ -166,7 +167,7 @@ class _Reader:
             else:
                 kind = self._take()
                 script = self._argument()
-            if kind == "^" and kind in scripts and "′" in scripts[kind]:
+            if kind == "^" and PRIMES.fullmatch(scripts.get(kind, "")):
                 script = _row((scripts.pop(kind), script))
             if kind in scripts:
                 raise TexError("two scripts stand at one place")
