@@ -21,6 +21,7 @@ import torch
 import lmstate
 from lmstate.audio.subtitles import as_srt, as_vtt
 from lmstate.engine import Engine
+from lmstate.generation.transcription import Transcription
 from lmstate.serve import Settings
 from lmstate.serve.wire.errors import ApiError
 from lmstate.serve.wire.multipart import parse_form
@@ -113,6 +114,19 @@ def test_a_stream_has_the_text_as_it_comes(client: openai.OpenAI, model: lmstate
     for event in events:
         name = "TranscriptTextDeltaEvent" if event.type.endswith("delta") else "TranscriptTextDoneEvent"
         assert complain("openai", name, event.model_dump(exclude_none=True)) is None
+
+
+def test_a_stream_that_fails_says_so_and_the_log_says_why(
+    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: Transcription, heard: Any) -> None:
+        raise RuntimeError("secret of the machine")
+
+    monkeypatch.setattr(Transcription, "take", fail)
+    with server.client() as plain:
+        failed = plain.post("/v1/audio/transcriptions", files={"file": file(0.7)}, data={"stream": "true"})
+    assert "log says why" in failed.text and "secret" not in failed.text
+    assert any(record.exc_info and "secret" in str(record.exc_info[1]) for record in caplog.records)
 
 
 def test_draws_follow_temperature_and_seed(server: Running, model: lmstate.Model) -> None:

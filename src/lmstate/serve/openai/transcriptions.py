@@ -22,7 +22,7 @@ from lmstate.generation.transcription import (
     TranscriptOptions,
     transcription,
 )
-from lmstate.serve.answer.handlers import json_response, unreadable
+from lmstate.serve.answer.handlers import json_response, log, unreadable
 from lmstate.serve.answer.service import Service
 from lmstate.serve.wire.errors import ApiError, as_api_error
 from lmstate.serve.wire.schema.transcriptions import TranscriptionBody, TranslationBody
@@ -98,6 +98,7 @@ class TranscriptionTask:
                     yield data({"type": "transcript.text.delta", "delta": text[len(sent) :]})
                     sent = text
         except Exception as error:
+            log.error("a stream failed", exc_info=error)
             yield data(as_api_error(error).openai())
             return
         usage = {"type": "tokens", "input_tokens": self.prompt, "output_tokens": self.generated}
