@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 import lmstate
 from lmstate.cluster.replica import EngineReplica, ReplicaSpec
+from lmstate.distributed import given
+from lmstate.distributed.channel import RankChannel
 from lmstate.distributed.model import ParallelModel
 from lmstate.engine import EngineClosed
 from lmstate.errors import ModelError, RanksError
@@ -193,3 +200,28 @@ def test_what_cannot_be_loaded_leaves_no_process(folder: Path) -> None:
     with pytest.raises((ModelError, OSError)):
         lmstate.load(folder / "damaged", parallel=2)
     assert not followers()
+
+
+def test_ranks_that_are_given_end_when_one_of_them_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(given, "_store", lambda: store)
+    monkeypatch.setattr(given, "_led", False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with ThreadPoolExecutor(1) as threads, ExitStack() as ends:
+        leading = threads.submit(given.lead, 3, 5.0)
+        path = store.get(given.SOCKET).decode()
+        made = {}
+        for rank, purpose in product((1, 2), (given.COMMANDS, given.TENSORS)):
+            made[rank, purpose] = ends.enter_context(socket.socket(socket.AF_UNIX))
+            made[rank, purpose].connect(path)
+            made[rank, purpose].sendall(bytes((rank, purpose)))
+            made[rank, purpose].settimeout(5)
+        RankChannel(made[1, given.COMMANDS]).send("here")
+        made[2, given.COMMANDS].close()
+        with pytest.raises(RanksError, match="process 2 of 3 did not start"):
+            leading.result(60)
+        assert made[1, given.TENSORS].recv(1) == b""  # it is told to end, while somebody may hold the error
+        channel = RankChannel(made[1, given.COMMANDS])
+        begun = channel.receive()
+        assert begun is not None and begun[0] == "begin" and channel.receive() is None

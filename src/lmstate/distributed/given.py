@@ -75,7 +75,11 @@ def lead(parallel: int, timeout: float = TIMEOUT) -> Ranks:
             raise RanksError(f"{parallel} processes share the model, and not all of them came: {error}") from error
     channels = [RankChannel(connections[rank, COMMANDS]) for rank in range(1, parallel)]
     sockets = [connections[rank, TENSORS] for rank in range(1, parallel)]
-    return led(channels, sockets, torch.get_num_threads(), timeout, lambda: end([], channels, sockets))
+    try:
+        return led(channels, sockets, torch.get_num_threads(), timeout, lambda: end([], channels, sockets))
+    except BaseException:  # such as a rank that ended meanwhile: the others end too
+        end([], channels, sockets)
+        raise
 
 
 def _given(parallel: int) -> int | None:
