@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lmstate.ops.cuda import configs, dense, recurrent
 from lmstate.ops.types.params import Norm
+from lmstate.ops.types.recurrences import DeltaOperands
 from lmstate.ops.types.weight import Weight
 from lmstate.ops.weights.grouped import FloatWeight, quantize
 
@@ -110,7 +111,8 @@ def recurrences(device: str, small: bool) -> Iterator[Answer]:
 
     def run(first: int, last: int, state: Tensor) -> tuple[Tensor, Tensor]:
         some = (x[:, first:last] for x in (q, k, v, g, beta))
-        return recurrent.gated_delta_rule(*some, state, torch.tensor([last - first]), dim**-0.5, True)
+        operands = DeltaOperands(*some, state, torch.tensor([last - first]), dim**-0.5, True)
+        return recurrent.gated_delta_rule(operands)
 
     whole, end = run(0, tokens, carry)
     for cut in (1, 7, 64):

@@ -16,6 +16,7 @@ import pytest
 
 import lmstate
 from lmstate.engine import StoreUnreachable
+from lmstate.engine.memory import RowCost
 from lmstate.engine.prefix.parts import Layers
 from lmstate.engine.tiers import Entry, SavedSession, open_records
 from lmstate.engine.tiers.folder import FolderTier
@@ -433,7 +434,8 @@ def test_a_tier_that_fails_at_any_call_changes_no_answer(kind: str, tmp_path: Pa
     texts, names = [prompt(30, 1)], list[str]()
     for _ in range(4):
         tier = Failing(tmp_path, f"{kind}", 10**9)
-        with lmstate.Engine(model, rows=2, memory=150_000, store=tier) as engine:
+        memory = max(150_000, RowCost.of(model, model.new_state)(94))  # of the longest request
+        with lmstate.Engine(model, rows=2, memory=memory, store=tier) as engine:
             for _ in range(6):
                 base = dice.choice(texts)
                 ids = [*base[: dice.randint(1, len(base))], *prompt(dice.randint(1, 9), dice.randint(0, 10**6))][:90]
