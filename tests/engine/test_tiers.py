@@ -51,6 +51,21 @@ def test_a_restart_finds_what_was_computed_before(kind: str, tmp_path: Path) -> 
         assert again.usage.reused == len(system)
 
 
+def test_entries_of_another_version_are_computed_again_and_sessions_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, text = ours("llama"), prompt(90, 1)
+    with lmstate.Engine(model, store=tmp_path) as engine:
+        ask(engine, text)
+        engine.session("one").send([5, 6], max_new_tokens=2).result(600)
+    monkeypatch.setattr("lmstate.engine.tiers.tier.VERSION", 10**6)
+    with lmstate.Engine(model, store=tmp_path) as engine:
+        got = ask(engine, text)
+        check(model, text, got)
+        assert got.usage.reused == 0
+        assert engine.sessions() == ["one"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_restart_finds_a_branch_that_ends_before_the_one_it_left(kind: str, tmp_path: Path) -> None:
     model = ours(KINDS[kind])

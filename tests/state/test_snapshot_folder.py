@@ -12,6 +12,7 @@ import torch
 
 from lmstate import SnapshotError
 from lmstate.state import snapshot_folder
+from lmstate.state.snapshot import VERSION
 from lmstate.state.snapshot_folder import PART_TOKENS, SnapshotFolder
 from tests.zoo import ours, text
 
@@ -229,6 +230,6 @@ def test_a_snapshot_of_another_version_is_named_as_such(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "index.sqlite3") as index:
         (text,) = index.execute("select manifest from snapshots").fetchone()
     with sqlite3.connect(tmp_path / "index.sqlite3") as index:
-        index.execute("update snapshots set manifest = ?", (json.dumps({**json.loads(text), "version": 6}),))
-    with pytest.raises(SnapshotError, match="version 6; this lmstate reads version 5"):
+        index.execute("update snapshots set manifest = ?", (json.dumps({**json.loads(text), "version": VERSION + 1}),))
+    with pytest.raises(SnapshotError, match=f"version {VERSION + 1}; this lmstate reads version {VERSION}"):
         folder.load("one")

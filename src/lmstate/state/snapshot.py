@@ -24,7 +24,8 @@ from lmstate.state.sources import Source, SourceFeatures
 from lmstate.state.validate import token_ids, whole_number
 
 FORMAT = "lmstate-snapshot"
-VERSION = 5
+VERSION = 6
+"""Of the tensors of layers, in files and in the tiers of an engine: those of another version are not read."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -24,6 +24,7 @@ from lmstate.errors import ModelError, SnapshotError, StateError
 from lmstate.files.mmap_file import FileBuffer
 from lmstate.files.safetensors import TensorFile
 from lmstate.state.layer_file import by_layer
+from lmstate.state.snapshot import VERSION
 
 LOG = logging.getLogger(__name__)
 WAITING_BYTES = 2**28  # of tensors that may wait to be written; what comes beyond waits alone, or is not kept here
@@ -59,8 +60,8 @@ class Entry:
         return Entry(cast("Kind", kind), frequency_key, start, tokens, salt)
 
     def key(self, namespace: str) -> str:
-        """The same for the same content, on any machine."""
-        told = f"{namespace}|{self.label}|{self.frequency_key}|{self.start}|".encode()
+        """The same for the same content in the same version of the format, on any machine."""
+        told = f"{namespace}|{VERSION}|{self.label}|{self.frequency_key}|{self.start}|".encode()
         return hashlib.sha256(told + packed(self.tokens)).hexdigest()
 
 
