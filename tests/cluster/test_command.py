@@ -189,6 +189,15 @@ def test_the_yaml_is_a_ray_service() -> None:
     assert policy["kind"] == "NetworkPolicy"
 
 
+def test_a_pod_has_a_processor_for_each_process_of_its_replica() -> None:
+    service, _ = written("smollm2", "--store", "none", "--parallel", "3", "--set", "threads=2", "--set", "fronts=5")
+    (group,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert group["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"] == "4"
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    spec = AppSpec.of(application["args"])
+    assert (spec.parallel, spec.processors, spec.fronts) == (3, 3, 5)
+
+
 def test_a_changed_option_starts_a_second_cluster() -> None:
     def release(*arguments: str) -> str:
         pods = written("smollm2", "--store", "none", *arguments)[0]["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
@@ -209,6 +218,9 @@ def test_a_changed_option_starts_a_second_cluster() -> None:
         (["yaml", "smollm2", "--store", "none", "--pod-memory", "much"], "16Gi"),
         (["yaml", "smollm2", "--store", "none", "--set", "rwos=3"], "rwos"),
         (["yaml", "smollm2", "--store", "none", "--set", "rows"], "NAME=VALUE"),
+        (["yaml", "smollm2", "--store", "none", "--set", "parallel=2"], "the command asks for it"),
+        (["yaml", "smollm2", "--store", "none", "--parallel", "2", "--set", "device=cuda"], "is on the CPU"),
+        (["yaml", "smollm2", "--store", "none", "--set", "threads=0"], "at least 1"),
         (
             ["deploy", "smollm2", "--cluster", "127.0.0.1:1", "--store", "none", "--host", "0.0.0.0"],
             "no API key is set",

@@ -58,6 +58,21 @@ def test_unknown_options_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         deploy("smollm2", 0)
 
 
+def test_processes_that_torchrun_started_start_no_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("on_ray", "ray_cluster"):
+        monkeypatch.setattr(f"lmstate.cluster.{module}.check_ray", lambda: None)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="in each of 2 processes that torchrun started"):
+        deploy("smollm2", 2)
+    for command in (
+        ["serve", "smollm2", "--replicas", "2", "--store", "none", "--port", "0"],
+        ["cluster", "deploy", "smollm2", "--cluster", "127.0.0.1:1", "--store", "none"],
+    ):
+        result = CliRunner().invoke(app, command, env={"COLUMNS": "500"})
+        assert result.exit_code == 2 and "run the command without torchrun" in result.output
+
+
 def test_a_folder_goes_that_ending_processes_still_write_to(tmp_path: Path) -> None:
     folder, until = tmp_path / "ray", monotonic() + 0.3
     folder.mkdir()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -13,10 +15,14 @@ from hypothesis import strategies as st
 import lmstate
 from lmstate.cluster.handle import ReplicaLost, Work
 from lmstate.cluster.moving import MovingRequest
+from lmstate.cluster.replica import EngineReplica, ReplicaSpec
 from lmstate.cluster.served import ServedEngine
 from lmstate.cluster.wire import (
     ERRORS,
+    WireAnswer,
     WireNews,
+    WireQuestion,
+    WireView,
     WireWork,
     error_of_wire,
     error_to_wire,
@@ -32,6 +38,7 @@ from lmstate.vision.reader import PicturePrompt
 from tests.cluster.helpers import fleet
 from tests.cluster.test_front import GIVEN, check
 from tests.engine.test_batching import prompt
+from tests.serve.running import save_tiny
 from tests.waiting import wait_until
 from tests.zoo import ours
 
@@ -137,6 +144,25 @@ def test_a_drained_replica_hands_its_answers_on() -> None:
         channels[1 - home].served.check_health()
         with pytest.raises(ValueError, match="no replica of rank 7"):
             cluster.drain(7)
+
+
+def test_a_replica_on_ray_is_replaced_once_it_was_drained_or_ended(tmp_path: Path) -> None:
+    spec = ReplicaSpec(str(save_tiny(tmp_path)), weights="float32", memory="100MB")
+    replica = EngineReplica(0, msgspec.json.encode(spec))
+
+    def takes() -> bool:
+        return unpack(asyncio.run(replica.view(b"")), WireView).takes
+
+    replica.check_health()
+    assert takes()
+    assert unpack(asyncio.run(replica.drain(pack(WireQuestion("drain")))), WireAnswer).read(bool)
+    with pytest.raises(RuntimeError, match="a new one takes its place"):
+        replica.check_health()
+    replica._takes, replica._drained = True, False
+    replica.engine.close()
+    assert not takes()
+    with pytest.raises(EngineClosed):
+        replica.check_health()
 
 
 def test_refusals_pass_a_request_on() -> None:

@@ -26,6 +26,9 @@ Store = Annotated[
     str | None, typer.Option("--store", metavar="URL", help="A store that all replicas share; none: no sessions.")
 ]
 Replicas = Annotated[int, typer.Option("--replicas", min=1, help="Engines, in processes of their own.")]
+Parallel = Annotated[
+    int, typer.Option("--parallel", metavar="N", min=1, help="Processes of the CPU that share a replica's weights.")
+]
 Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -120,6 +123,7 @@ def deploy(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 8000,
     name: Annotated[str, typer.Option("--name", help="Of the application on Ray Serve.")] = "lmstate",
+    parallel: Parallel = 1,
     settings: Set = None,
 ) -> None:
     """Run replicas and their front on a Ray cluster, and leave them there. `lmstate serve --replicas` needs no cluster.
@@ -130,7 +134,7 @@ def deploy(
     """
     from lmstate.cluster.ray_cluster import check_ray
 
-    spec = _spec(model, store, settings, replicas=replicas, host=host)
+    spec = _spec(model, store, settings, replicas=replicas, parallel=parallel, host=host)
     check_ray()
     from lmstate.cluster.application import run_app
 
@@ -150,6 +154,7 @@ def yaml(
     image: Annotated[str, typer.Option("--image", help="A container image with lmstate[ray].")] = "lmstate:latest",
     name: Annotated[str, typer.Option("--name", help="Of the service.")] = "lmstate",
     pod_memory: Annotated[str, typer.Option("--pod-memory", metavar="SIZE", help="Memory of a pod.")] = "16Gi",
+    parallel: Parallel = 1,
     settings: Set = None,
 ) -> None:
     """Write a RayService for KubeRay, with one engine a pod, and a network policy.
@@ -160,7 +165,8 @@ def yaml(
     """
     from lmstate.cluster.manifest import Pods, manifest
 
-    spec = _spec(model, store, settings, replicas=replicas, max_replicas=max_replicas, fronts=min(2, replicas))
+    settings = [f"fronts={min(2, replicas)}", *(settings or ())]
+    spec = _spec(model, store, settings, replicas=replicas, max_replicas=max_replicas, parallel=parallel)
     with options.usage():
         print(manifest(spec, Pods(name, image, pod_memory)), end="")
 
@@ -169,11 +175,13 @@ def _spec(model: str, store: str | None, settings: list[str] | None, **more: Any
     """Raises `typer.BadParameter` for wrong options."""
     from lmstate.cluster.application import AppSpec
 
-    given: dict[str, Any] = {}
+    given, own = dict[str, Any](), {"model": model, "store": store, **more}
     for text in settings or ():
         name, equals, value = text.partition("=")
         if not (name and equals):
             raise typer.BadParameter(f"--set is NAME=VALUE, as kv_bits=8; {text!r} was given")
+        if name in own:
+            raise typer.BadParameter(f"--set {text} was given; {name} is not one of its names: the command asks for it")
         given[name] = value
     with options.usage():
-        return AppSpec.of({**given, "model": model, "store": store, **more})
+        return AppSpec.of({**given, **own})

@@ -195,12 +195,12 @@ def rank_scaling(always: bool) -> dict[str, Any]:
 
 def run_app(spec: AppSpec, address: str, port: int, name: str) -> str:
     """Run the application on the Ray cluster at `address`, and leave it there. Returns the URL of its proxies."""
-    from ray import serve
-
     from lmstate.cluster.ray_cluster import RayCluster
 
     ray = RayCluster(address)
     try:
+        from ray import serve
+
         serve.start(proxy_location="EveryNode", http_options={"host": spec.host, "port": port})
         serve.run(app({**msgspec.to_builtins(spec), "store": spec.store or "none"}), name=name)
     finally:

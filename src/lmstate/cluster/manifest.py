@@ -71,7 +71,7 @@ def serve_config(spec: AppSpec) -> dict[str, Any]:
 
 
 def _service(spec: AppSpec, pods: Pods, config: dict[str, Any], release: str) -> dict[str, Any]:
-    resources = {"cpu": str(spec.threads + POD_PROCESSORS), "memory": pods.memory}
+    resources = {"cpu": str(spec.processors + POD_PROCESSORS), "memory": pods.memory}
     gpu = spec.device is not None and spec.device != "cpu"
     worker = {**resources, "nvidia.com/gpu": "1"} if gpu else resources
     return {

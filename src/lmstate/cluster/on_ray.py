@@ -17,6 +17,7 @@ from lmstate.cluster.serving import FrontFiles
 
 NAME = "lmstate"
 DRAIN = 120.0  # seconds that running answers have when Ray stops a replica
+HEALTH = 2.0  # seconds between two checks of a replica: Ray replaces it after three that fail
 ONGOING = 100_000  # requests at a replica: the engine has the queue, and its bound
 
 
@@ -65,7 +66,7 @@ def deploy(
         raise ValueError(f"replicas={replicas} was asked for; give 1 or more")
     spec = msgspec.convert({"model": model, "store": store, **options}, ReplicaSpec)
     spec.check()
-    ray = RayCluster(address, cpus=replicas * spec.threads)
+    ray = RayCluster(address, cpus=replicas * spec.processors)
     try:
         cluster = RayReplicas(ray, spec, replicas, name, keep=address is not None)
     except BaseException:
@@ -104,11 +105,11 @@ def engine_deployment(spec: ReplicaSpec) -> Any:
         num_replicas=1,
         max_ongoing_requests=ONGOING,
         graceful_shutdown_timeout_s=DRAIN,
-        health_check_period_s=5,
+        health_check_period_s=HEALTH,
         health_check_timeout_s=15,
         max_constructor_retry_count=3,
         ray_actor_options={
-            "num_cpus": spec.threads,
+            "num_cpus": spec.processors,
             "num_gpus": gpus,
             "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads, **MESSAGES, **carried()}},
         },

@@ -68,12 +68,24 @@ def give_token() -> None:
     os.environ.update({AUTH_MODE: "token", TOKEN_PATH: str(token)})
 
 
+def refuse_ranks() -> None:
+    """Raise ValueError in one of several processes that torchrun started: each would start replicas."""
+    from lmstate.distributed.given import given_ranks
+
+    if (ranks := given_ranks()) > 1:
+        raise ValueError(
+            f"replicas were asked for in each of {ranks} processes that torchrun started (WORLD_SIZE={ranks}): run the "
+            "command without torchrun. Ray starts the replicas, and each replica starts its --parallel processes"
+        )
+
+
 class RayCluster:
     """A connection to Ray, the only one of a process."""
 
     def __init__(self, address: str | None = None, *, cpus: int | None = None) -> None:
         """`address`: of a running cluster; None starts one here, that has `cpus` processors and ends with this one."""
         check_ray()
+        refuse_ranks()
         self._folder: Path | None = None
         os.environ.update(SETTINGS)
         if address is None:

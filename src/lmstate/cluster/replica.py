@@ -31,6 +31,11 @@ class ReplicaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stall: float | None = None
     threads: int = 1
 
+    @property
+    def processors(self) -> int:
+        """Processors that a replica needs: each of its processes computes on one or more."""
+        return max(self.threads, self.parallel)
+
     def check(self) -> None:
         """Refuse what a replica could not start with: its errors are seen late. Raises ValueError and OSError."""
         from lmstate.checkpoints.hub import check_name
@@ -41,6 +46,13 @@ class ReplicaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_name(self.model)
         as_bytes(self.memory)
         Pace.bounded(self.max_itl, self.stall)
+        if self.parallel < 1 or self.threads < 1:
+            raise ValueError(f"parallel={self.parallel}, threads={self.threads} were asked for; both are at least 1")
+        if self.parallel > 1 and (self.adapter or self.device not in (None, "cpu") or self.draft == "heads"):
+            raise ValueError(
+                f"parallel={self.parallel} was asked for with an adapter, a device or draft=heads: a model over "
+                "several processes has none of these, and is on the CPU"
+            )
         if self.draft not in (drafts := ("auto", "text", "heads", "none")):
             raise ValueError(f"unknown draft={self.draft!r}; with replicas it is one of {', '.join(drafts)}")
         if self.store is not None:
@@ -86,10 +98,6 @@ class EngineReplica(ServedEngine):
 
     def __init__(self, rank: int, spec: bytes) -> None:
         super().__init__(msgspec.json.decode(spec, type=ReplicaSpec).engine(), rank)
-
-    def check_health(self) -> None:
-        """Raise what ended the engine: Ray starts another replica then."""
-        self.engine.refuse_closed()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """The numbers that `scaling` decides by, which Ray asks for."""

@@ -34,7 +34,7 @@ from lmstate.cluster.wire import (
 )
 from lmstate.engine.engine import Engine
 from lmstate.engine.request import Request
-from lmstate.engine.results import Completion, Piece, hit_rate
+from lmstate.engine.results import Completion, EngineClosed, Piece, hit_rate
 from lmstate.engine.session_record import Record
 from lmstate.errors import EmbeddingsGone, SnapshotError
 from lmstate.generation.grammar import Grammar
@@ -92,8 +92,12 @@ class ServedEngine:
 
     async def view(self, told: bytes) -> bytes:
         """`WireView`."""
-        engine = self.engine
-        return pack(WireView(self.id, engine.load(), self._takes, engine.unstored, hit_rate(engine.stats())))
+        engine, takes = self.engine, self._takes
+        try:
+            engine.refuse_closed()
+        except EngineClosed:
+            takes = False
+        return pack(WireView(self.id, engine.load(), takes, engine.unstored, hit_rate(engine.stats())))
 
     async def answer(self, told: bytes) -> AsyncIterator[bytes]:
         """`WireNews` of a `WireWork`, to the one with the outcome. Closing it cancels the request."""
@@ -242,11 +246,12 @@ class ServedEngine:
             self._drained = True
 
     def check_health(self) -> None:
-        """Raises RuntimeError once the engine was drained or stands still: it is to be replaced then.
+        """Raises RuntimeError once the engine ended, was drained or stands still: it is to be replaced then.
 
         Ray asks every few seconds; uploads that were abandoned go then.
         """
         self._uploads.drop_abandoned()
+        self.engine.refuse_closed()
         if self._drained:
             raise RuntimeError("the engine was drained: a new one takes its place")
         load, stats, now = self.engine.load(), self.engine.stats(), monotonic()

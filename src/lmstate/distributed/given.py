@@ -82,10 +82,15 @@ def lead(parallel: int, timeout: float = TIMEOUT) -> Ranks:
         raise
 
 
+def given_ranks() -> int:
+    """Return how many ranks the environment gives; 1 where it gives none."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
 def _given(parallel: int) -> int | None:
     """The rank of this process, where the environment gives ranks."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if parallel < 2 or ranks < 2 or "RANK" not in os.environ:
+    ranks = given_ranks()
+    if parallel < 2 or ranks < 2:
         return None
     if ranks != parallel:
         raise ModelError(
