@@ -3,7 +3,8 @@
     python -m bench.load                                      lmstate serve with SmolLM2
     python -m bench.load --serve "--max-itl 50" --serve "--stall 20"    with other options, each a server of its own
     python -m bench.load --llama-server PATH                  llama-server on the same file, beside it
-    python -m bench.load --url http://127.0.0.1:8000/v1       another server of completions (vLLM, say), beside it
+    python -m bench.load --vllm PATH --vllm-folder FOLDER     vLLM on the same weights as a folder
+    python -m bench.load --url http://127.0.0.1:8000/v1       another server of completions, beside it
 
 random    prompts of `--prompt` random tokens, answers of `--answer`
 prefixes  as `vllm bench serve --dataset-name prefix_repetition`: one of 4 prefixes of 512 tokens, then 64 of its own;
@@ -11,7 +12,8 @@ prefixes  as `vllm bench serve --dataset-name prefix_repetition`: one of 4 prefi
 
 Every client sends one request after the other. TTFT is the time to the first text, TPOT the time of an answer after it
 by token, ITL the time between two texts. Servers take turns, in `--rounds` rounds with prompts of their own each, which
-differ from run to run: a server of `--url` may still have those of the last one.
+differ from run to run: a server of `--url` may still have those of the last one. With `--apart` a server runs only in
+its turns: vLLM's threads keep a processor busy while it has nothing to do.
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ import json
 import random
 import re
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from time import perf_counter, time_ns
 
-from bench.server import llama_served, served, streamed
+from bench.server import llama_served, served, streamed, vllm_served
 
 CLIENTS = (1, 4, 8, 16, 32)
 PREFIXES, PREFIX, SUFFIX, SUFFIX_ANSWER = 4, 512, 64, 32
@@ -104,6 +107,11 @@ def completions(url: str, model: str) -> Complete:
     return complete
 
 
+def another(url: str) -> AbstractContextManager[str]:
+    """A server that runs already."""
+    return nullcontext(url)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.load", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="smollm2")
@@ -111,7 +119,10 @@ def main() -> None:
         "--serve", action="append", default=[], metavar="ARGUMENTS", help="of lmstate serve; repeatable"
     )
     parser.add_argument("--llama-server", metavar="PATH", help="the program, to be run on the same file")
+    parser.add_argument("--vllm", metavar="PATH", help="the program, to be run on the weights of --vllm-folder")
+    parser.add_argument("--vllm-folder", type=Path, metavar="FOLDER", help="the model as safetensors")
     parser.add_argument("--url", action="append", default=[], help="another server; repeatable")
+    parser.add_argument("--apart", action="store_true", help="a server runs only in its turns")
     parser.add_argument("--threads", type=int, help="of each server")
     parser.add_argument("--clients", type=int, nargs="+", default=CLIENTS)
     parser.add_argument("--requests", type=int, default=32, help="of a round")
@@ -127,38 +138,60 @@ def main() -> None:
     from lmstate.loading import load as load_model
 
     vocab = load_model(options.model).config.vocab_size
+    rows = max(options.clients)
+    servers: dict[str, Callable[[], AbstractContextManager[str]]] = {}
+    for arguments in options.serve or [""]:
+        more = arguments.split()
+        servers[f"lmstate {arguments}".strip()] = partial(served, options.model, options.threads, rows, "auto", more)
+    if options.llama_server:
+        file = Path(resolve(options.model))
+        servers["llama-server"] = partial(llama_served, options.llama_server, file, options.threads, rows)
+    if options.vllm:
+        if options.vllm_folder is None:
+            raise SystemExit("--vllm needs --vllm-folder FOLDER: vLLM does not read the file of the model")
+        servers["vllm"] = partial(vllm_served, options.vllm, options.vllm_folder, options.model, options.threads)
+    for url in options.url:
+        servers[re.sub(r"^https?://", "", url)] = partial(another, url)
+
+    kinds = (options.only,) if options.only else ("random", "prefixes")
+    loads = {(kind, clients, name): Load() for kind in kinds for clients in options.clients for name in servers}
+
+    def turn(name: str, complete: Complete, kind: str, clients: int, number: int) -> None:
+        dice = random.Random(f"{options.seed} {kind} {clients} {number}")
+        if kind == "random":
+            prompts = random_prompts(options.requests, options.prompt, vocab, dice)
+        else:
+            prompts = prefixed_prompts(options.requests, vocab, dice)
+        answer = options.answer if kind == "random" else SUFFIX_ANSWER
+        asyncio.run(play(complete, clients, prompts, answer, loads[kind, clients, name]))
+
+    def begin(name: str, stack: ExitStack) -> Complete:
+        complete = completions(stack.enter_context(servers[name]()), options.model)
+        # the first answers of a process come later than the others
+        asyncio.run(play(complete, 1, random_prompts(2, 64, vocab, random.Random(0)), 8, Load()))
+        return complete
+
+    if options.apart:
+        for number in range(options.rounds):
+            for name in list(servers)[:: 1 if number % 2 else -1]:
+                with ExitStack() as stack:
+                    complete = begin(name, stack)
+                    for kind in kinds:
+                        for clients in options.clients:
+                            turn(name, complete, kind, clients, number)
+    else:
+        with ExitStack() as stack:
+            running = {name: begin(name, stack) for name in servers}
+            for kind in kinds:
+                for clients in options.clients:
+                    for number in range(options.rounds):
+                        for name in list(servers)[:: 1 if number % 2 else -1]:
+                            turn(name, running[name], kind, clients, number)
+
     table: list[dict[str, object]] = []
-    with ExitStack() as stack:
-        servers: dict[str, Complete] = {}
-        rows = max(options.clients)
-        for arguments in options.serve or [""]:
-            url = stack.enter_context(served(options.model, options.threads, rows, "auto", arguments.split()))
-            servers[f"lmstate {arguments}".strip()] = completions(url, options.model)
-        if options.llama_server:
-            file = Path(resolve(options.model))
-            url = stack.enter_context(llama_served(options.llama_server, file, options.threads, rows))
-            servers["llama-server"] = completions(url, options.model)
-        servers |= {re.sub(r"^https?://", "", url): completions(url, options.model) for url in options.url}
-        for complete in servers.values():  # the first answers of a process come later than the others
-            asyncio.run(play(complete, 1, random_prompts(2, 64, vocab, random.Random(0)), 8, Load()))
-        for kind in (options.only,) if options.only else ("random", "prefixes"):
-            answer = options.answer if kind == "random" else SUFFIX_ANSWER
-            for clients in options.clients:
-                loads = {name: Load() for name in servers}
-                for number in range(options.rounds):
-                    names = list(servers) if number % 2 else list(servers)[::-1]
-                    for name in names:
-                        dice = random.Random(f"{options.seed} {kind} {clients} {number}")
-                        prompts = (
-                            random_prompts(options.requests, options.prompt, vocab, dice)
-                            if kind == "random"
-                            else prefixed_prompts(options.requests, vocab, dice)
-                        )
-                        asyncio.run(play(servers[name], clients, prompts, answer, loads[name]))
-                for name, load in loads.items():
-                    row = {"server": name, "prompts": kind, "clients": clients, **load.row()}
-                    table.append(row)
-                    print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    for (kind, clients, name), load in loads.items():
+        table.append({"server": name, "prompts": kind, "clients": clients, **load.row()})
+        print("  ".join(f"{key} {value}" for key, value in table[-1].items()), flush=True)
     if options.out:
         options.out.write_text(json.dumps(table, indent=2))
 

@@ -22,7 +22,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -164,9 +164,9 @@ def in_process(engine: Any) -> Ask:
 
 
 @contextmanager
-def process(command: list[str], url: str, health: str) -> Iterator[str]:
-    """A server as a process, once it answers; gives its URL."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+def process(command: list[str], url: str, health: str, environment: Mapping[str, str] | None = None) -> Iterator[str]:
+    """A server as a process, once it answers; gives its URL. By default in our environment and with our path."""
+    environment = environment or {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     started = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = monotonic() + START
@@ -211,6 +211,24 @@ def llama_served(program: str, file: Path, threads: int | None, slots: int) -> I
     command = [program, "-m", str(file), "--port", str(port), "-np", str(slots), "-c", str(slots * CONTEXT)]
     command += [] if threads is None else ["-t", str(threads)]
     with process(command, f"http://127.0.0.1:{port}/v1", f"http://127.0.0.1:{port}/health") as url:
+        yield url
+
+
+@contextmanager
+def vllm_served(program: str, folder: Path, model: str, threads: int | None) -> Iterator[str]:
+    """vLLM on the CPU, with the weights of `folder` in bfloat16 and 3 GiB of keys and values."""
+    port = free_port()
+    command = [program, "serve", str(folder), "--served-model-name", model, "--dtype", "bfloat16"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    count = threads or len(os.sched_getaffinity(0))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(count),
+        "VLLM_CPU_KVCACHE_SPACE": "3",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{count - 1}",
+    }
+    root = f"http://127.0.0.1:{port}"
+    with process(command, f"{root}/v1", f"{root}/health", environment) as url:
         yield url
 
 
