@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lmstate.text.tokenizer import Tokenizer
 
 Logits = Literal["last", "all", "none"] | Sequence[int]
-"""The tokens whose logits are wanted: of each row the last one, all, none, or so many of the last ones."""
+"""The tokens whose logits are returned: for each row the last one, all, none, or a number of its last ones."""
 
 
 class DescribedModel(Protocol):
@@ -62,7 +62,7 @@ class LanguageModel(DescribedModel, Protocol):
     ) -> Tensor | None:
         """Extend the state by one list of tokens a row -> float32 `[rows, V]` at each row's last token.
 
-        logits="all" gives those of every token, "none" none, numbers those of so many last tokens of each row;
+        logits="all" gives those of every token, "none" none, numbers those of that many last tokens of each row;
         commit=False leaves the tokens pending.
         """
         ...

@@ -20,12 +20,13 @@ NEGATED = r"(?<!\bthere )(?<!\bThere )\b(is|are|was|were) (no|none)\b(?! (longer
 PHRASES = {
     r"(?i)\b(nobody|somebody|whoever|nowhere)\b": ALL,
     NEGATED: ALL,
+    r"(?i)\bso many\b": ALL,
     r"\bis what\b": ALL,
     r"\banew\b": ALL,
     r"(?:^|(?<=[-*|.:;] ))What\b(?![^.:;]*\?)": (DOCSTRINGS, COMMENTS, PAGES),
 }
 """What is not written, and the kinds of text in which it is not: a kind is added once it has none left."""
-MAX_WORDS = {PAGES: 45, DOCSTRINGS: 45}
+MAX_WORDS = {PAGES: 40, DOCSTRINGS: 40}
 """The longest sentence of a kind of text, in words."""
 Text = tuple[str, int, str, str]
 
@@ -105,7 +106,7 @@ def test_what_is_read_has_no_phrase_of_the_list_and_no_sentence_too_long() -> No
         ("x = 1  # it is no\n# size", ["a.py:1: 'is no'"]),
         ('"""A.\n\nB. What was computed stays. What is C?"""', ["a.py:3: 'What'"]),
         ('"""\n\nNobody holds it."""', ["a.py:3: 'Nobody'"]),
-        (f'"""{"word " * 46}."""', ["a.py:1: a sentence of 47 words: " + "word " * 12 + "..."]),
+        (f'"""{"word " * 41}."""', ["a.py:1: a sentence of 42 words: " + "word " * 12 + "..."]),
         (f'"""{"word " * 30}\n\nname  {"word " * 30}."""', []),
     ],
 )

@@ -149,21 +149,19 @@ def compiles(cache: str) -> bool:
 
 ROWS: dict[str, Callable[[str, Path], bool]] = {
     "no length to declare": lambda cache, _: declares_no_length(cache),
-    "a token copies none before it": lambda cache, _: copies_none(cache),
-    "goes back in attention": lambda cache, _: goes_back(decoder("llama"), MAKE[cache](decoder("llama"))),
-    "goes back, unannounced, in a sliding window that is full": lambda cache, _: goes_back(
+    "a new token copies no earlier ones": lambda cache, _: copies_none(cache),
+    "rewinds attention": lambda cache, _: goes_back(decoder("llama"), MAKE[cache](decoder("llama"))),
+    "rewinds a full sliding window, without setup": lambda cache, _: goes_back(
         decoder("mistral"), MAKE[cache](decoder("mistral"))
     ),
-    "goes back in recurrent layers": lambda cache, _: goes_back(
-        decoder("qwen3_next"), MAKE[cache](decoder("qwen3_next"))
-    ),
+    "rewinds recurrent layers": lambda cache, _: goes_back(decoder("qwen3_next"), MAKE[cache](decoder("qwen3_next"))),
     "drafts for recurrent models": lambda cache, _: drafts(cache),
-    "knows the length of a model without attention": lambda cache, _: knows_length(cache),
+    "reports the length of a model without attention": lambda cache, _: knows_length(cache),
     "repeats the rows of a recurrent model": lambda cache, _: repeats_rows(cache),
-    "is saved and loaded, checked": saves,
+    "saves and loads, with checks": saves,
     "`generate` compiles its steps by itself": lambda cache, _: MAKE[cache](decoder("llama")).is_compileable,
     "compiles in one graph": lambda cache, _: compiles(cache),
-    "fewer bits a key": lambda cache, _: fewer_bits(cache),
+    "stores keys in fewer bits": lambda cache, _: fewer_bits(cache),
 }
 
 

@@ -182,7 +182,7 @@ class SpokenPiece:
 
 
 def pieces_of(speech: SpeechTokens, tokens: Sequence[int], steps: int) -> tuple[list[SpokenPiece], int]:
-    """The pieces of an answer with times to a sound of so many steps, and the step that what comes next begins at.
+    """The pieces, with times, of an answer to a sound of `steps` steps, and the step where the next part begins.
 
     Behind the last pair of times an answer may be cut short by the end of what was heard: it is left out, and heard
     again.

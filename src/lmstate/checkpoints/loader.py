@@ -54,15 +54,14 @@ class WeightLoader:
     `cache`: the folder where conversions are kept, None to keep none. `progress`: whether a long conversion may draw a
     bar on a terminal. `heads`: whether multi-token prediction heads are wanted. `activations`: the bits of the
     activations that int4 and int8 matrices multiply; "auto" follows the format of the checkpoint: 8 for quantized
-    tensors of a GGUF file, 16 elsewhere. Heads keep 16, where 8 would cost most.
-    `context_size`: tokens that texts may have; where that is more than the model was made for, YaRN stretches its
-    positions. `device`: where the model is to lie, several devices for one whose blocks are spread; of "auto" weights
-    the first one decides.
+    tensors of a GGUF file, 16 elsewhere. Heads keep 16, where 8 would cost most. `context_size`: the largest number of
+    tokens of a text; above the model's own limit YaRN stretches its positions. `device`: the model's device, or several
+    devices to spread its blocks over; the first one decides what "auto" weights are.
 
-    Matrices that need no conversion lie in the mapped checkpoint itself. Those that are stacked from several (q, k, v)
-    are copied together at each start, and bfloat16 ones are packed in 12 bits where a native body reads them so: both
-    are faster than reading a second copy of the model from a cache. Quantized ones are mapped from the cache and copied
-    into large pages, unless memory is short.
+    Matrices that need no conversion are used in the mapped checkpoint itself. Stacked matrices (q, k, v) are copied
+    together at each start, and bfloat16 ones are packed in 12 bits if a native body reads that. Both are faster than
+    reading a second copy of the model from a cache. Quantized matrices are mapped from the cache and copied into large
+    pages, unless memory is short.
     """
 
     def __init__(

@@ -42,9 +42,9 @@ def open_checkpoint(
 ) -> tuple[WeightLoader, Tokenizer | None, dict[str, Any]]:
     """Open a model by name: its weights (not read yet), its tokenizer (None without one), its generation defaults.
 
-    The defaults always hold `eos_token_id`, a list of ids that end a text (possibly empty), and what
-    generation_config.json sets of `bos_token_id`, `do_sample`, `temperature`, `top_k`, `top_p`, `min_p` and
-    `repetition_penalty`, and `pooling`, which the checkpoint was trained for (mean, cls, last or another name).
+    The defaults always hold `eos_token_id`, a list of ids that end a text (possibly empty). They hold `bos_token_id`,
+    `do_sample`, `temperature`, `top_k`, `top_p`, `min_p` and `repetition_penalty` if generation_config.json sets them,
+    and `pooling` if the checkpoint was trained for one (mean, cls, last or another name).
     """
     source = open_cached(resolve(name), cache_dir())
     held = WeightLoader(source, weights, dtype, device, cache_dir(), progress, heads, activations, context_size)

@@ -154,7 +154,7 @@ def _cuts(blocks: int, reads: Sequence[int | None]) -> list[int]:
 
 
 def _balanced(sizes: Sizes, devices: int, cuts: Sequence[int]) -> list[int]:
-    """Numbers of blocks of so many devices, none of them 0, whose largest share in bytes is the smallest."""
+    """Numbers of blocks per device, each at least 1, with the smallest possible largest share in bytes."""
     blocks = len(sizes.blocks)
     if len(cuts) < devices - 1:
         raise ModelError(
@@ -163,7 +163,7 @@ def _balanced(sizes: Sizes, devices: int, cuts: Sequence[int]) -> list[int]:
         )
     ends = [0, *cuts, blocks]
     before = [0, *accumulate(sizes.blocks)]
-    # Smallest largest share of the blocks up to each end on so many devices, and where the last of these begins.
+    # For each number of devices and each end: the smallest largest share, and where the last device begins.
     best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
     for device in range(devices):
         row: dict[int, tuple[int, int]] = {}
@@ -186,7 +186,7 @@ def _balanced(sizes: Sizes, devices: int, cuts: Sequence[int]) -> list[int]:
 
 
 def _filled(sizes: Sizes, room: Sequence[int | None], cuts: Sequence[int]) -> list[int]:
-    """Numbers of blocks of devices with so many free bytes, one after the other filled; None takes what is left."""
+    """Numbers of blocks per device when devices are filled in order; `room`: their free bytes, None takes the rest."""
     blocks, first, counts = len(sizes.blocks), 0, []
     for free in room:
         stops = [end for end in (*cuts, blocks) if end > first]

@@ -26,7 +26,7 @@ HELD = "128,512"  # tokens that the state holds before a decode is timed
 
 @dataclass(frozen=True)
 class Timing:
-    """A prompt of so many `tokens`, or so many decoded one by one around the length `near`; seconds of each round."""
+    """A prompt of `tokens` tokens, or as many decoded one by one around the length `near`; seconds of each round."""
 
     tokens: int
     near: int | None

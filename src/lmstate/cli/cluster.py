@@ -149,7 +149,7 @@ def yaml(
     store: Store = None,
     replicas: Replicas = 2,
     max_replicas: Annotated[
-        int | None, typer.Option("--max-replicas", min=1, help="Scale up to so many when prompts wait.")
+        int | None, typer.Option("--max-replicas", min=1, help="Scale up to this many when prompts wait.")
     ] = None,
     image: Annotated[str, typer.Option("--image", help="A container image with lmstate[ray].")] = "lmstate:latest",
     name: Annotated[str, typer.Option("--name", help="Of the service.")] = "lmstate",

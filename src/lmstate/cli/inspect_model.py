@@ -75,7 +75,7 @@ def state_rows(model: Model) -> list[tuple[str, ...]]:
 
 
 def _with_room(model: Model, tokens: int) -> list[LayerState]:
-    """Layer states with room for so many tokens."""
+    """Layer states with room for `tokens` tokens."""
     state = model.new_state(rewind=0)
     state.plan([[0] * tokens])
     return [part for layer in state.layers for part in layer.leaves()]

@@ -87,7 +87,7 @@ ContextSize = Annotated[
         help="The most tokens that a text has. More than the model was made for stretches its positions by YaRN.",
     ),
 ]  # fmt: skip
-KVBits = Annotated[KVWidth | None, typer.Option("--kv-bits", help="Store keys and values in so many bits.")]
+KVBits = Annotated[KVWidth | None, typer.Option("--kv-bits", help="Store keys and values in this many bits.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", min=0, help="End after this many tokens.")]
 Temperature = Annotated[
     float | None,

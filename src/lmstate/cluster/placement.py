@@ -168,7 +168,7 @@ class Placement:
         return view.wait + known.pending + self.costs.row * (view.answering + known.requests)
 
     def _reading(self, tokens: int, held: int, stored: int) -> float:
-        """Seconds to read a prompt of so many tokens, of which the replica holds some, and the store some."""
+        """Seconds to read a prompt of `tokens` tokens; the replica has `held` of them, and the store has `stored`."""
         costs = self.costs
         seconds = costs.read * (tokens - held)
         if costs.fetch is not None and stored > held:

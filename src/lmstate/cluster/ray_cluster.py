@@ -133,7 +133,7 @@ class RayCluster:
 
 
 def remove_folder(folder: Path, seconds: float = REMOVE) -> None:
-    """Remove the folder of a Ray, ending the processes of it that are left, for at most so many seconds.
+    """Remove the folder of a Ray and end its remaining processes, within `seconds`.
 
     A Ray that was interrupted while it started ends some of them later, or never, and they make the folder again.
     """

@@ -82,7 +82,7 @@ class CallLoop:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, Found], seconds: float) -> Found:
-        """Wait for its result, on another thread than the loop's. Raises ReplicaLost after so many seconds."""
+        """Wait for its result, on a thread other than the loop's. Raises ReplicaLost after `seconds`."""
         future = self.start(work)
         try:
             return future.result(seconds)

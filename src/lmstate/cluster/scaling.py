@@ -24,7 +24,7 @@ def by_waiting_seconds(contexts: Mapping[Any, Any]) -> tuple[dict[Any, int], dic
 
 
 def replicas_wanted(running: int, waiting: float, occupied: float) -> int:
-    """Return how many replicas there should be, where so many run.
+    """Return how many replicas there should be when `running` run.
 
     waiting   seconds of prefill that wait at all of them together, which are shared out among more
     occupied  parts of their rows that are in use, added up: 2.0 is two full replicas

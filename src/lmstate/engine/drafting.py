@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 READING = 128  # tokens of a text that a drafter reads at most between two steps: a long prompt delays no answer
 CONTEXT = 32  # tokens of a prompt that an earlier answer is found by: enough to begin one that is asked for again
 CORPUS_TOKENS = 2**17  # of earlier answers, at most
-CORPUS_PART = 64  # of the engine's memory, at most one part in so many
+CORPUS_PART = 64  # the part of the engine's memory that earlier answers take: 1/64 at most
 TOKEN_BYTES = 200
 
 
@@ -95,7 +95,7 @@ class Drafting:
         seconds: float,
         rows: int,
     ) -> None:
-        """A step of so many tokens of `rows` answers took so long; of the drafts, so many held."""
+        """Note the seconds of a step of `tokens` tokens over `rows` answers, which accepted `accepted` of `drafts`."""
         for choice, draft in drafts.items():
             choice.drafted += len(draft)
             choice.accepted += accepted[choice]

@@ -409,7 +409,7 @@ class Engine(SessionEngine):
         return self._scheduler.load()
 
     def resident(self, limit: int = 1000) -> list[str]:
-        """Digests of the prefixes in memory, the last used first, at most so many.
+        """Digests of the prefixes in memory, the last used first, at most `limit`.
 
         SHA-256 of the salt, then of token ids as int32, little-endian, of the first 64, 128, ... 1,024, 2,048, ...
         tokens of a text.

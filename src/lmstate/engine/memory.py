@@ -97,7 +97,7 @@ class MemoryBudget:
         return bool(self._work.jobs or self._work.readers())
 
     def fits(self, tokens: int, prompt: PicturePrompt) -> bool:
-        """Whether a row of so many tokens, a prompt's and more, has room beside the others.
+        """Whether a row of `tokens` tokens, including its prompt, has room beside the others.
 
         One that is alone may always try.
         """
@@ -113,7 +113,7 @@ class MemoryBudget:
         return int(room / self._cost.per_token) if self._cost.per_token else room
 
     def grown(self, tokens: int) -> None:
-        """A row was read so many tokens of a text."""
+        """Note that a row has read `tokens` tokens of a text."""
         self._spare -= self._cost.per_token * (tokens + BLOCK_TOKENS)
 
     def bound(self) -> None:

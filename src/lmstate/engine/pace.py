@@ -59,7 +59,7 @@ class Pace:
         return Pace(stall, None if max_itl is None else max_itl / 1000)
 
     def decoded(self, seconds: float, rows: int) -> None:
-        """A step of so many rows that decode, without chunks, took this long."""
+        """Note the seconds of a step in which `rows` rows decode, without chunks."""
         self._last, self._since, self._rows = seconds, 0, rows
         self.decode = seconds if self.decode is None else (1 - NEW) * self.decode + NEW * seconds
 
@@ -67,7 +67,7 @@ class Pace:
         self, seconds: float, chunks: Collection[tuple[int, int]], heads: int, rows: int, *, apart: bool = False
     ) -> float:
         """A step that read these chunks, (tokens, position) each, took this long, the head over `heads` of their tokens
-        included, beside so many rows that decode, or before them (`apart`). Returns the part of the seconds that these
+        included, beside `rows` rows that decode, or before them (`apart`). Returns the part of the seconds that these
         took."""
         decoding = rows > 0 and not apart
         x = ChunkParts.of(chunks, heads, rows > 0)
@@ -111,12 +111,12 @@ class Pace:
         return sum(cost * part for cost, part in zip(self._costs, x))
 
     def seconds(self, tokens: int) -> float | None:
-        """Estimated seconds to read so many tokens; None while nothing was measured."""
+        """Estimated seconds to read `tokens` tokens; None while nothing was measured."""
         cost = ChunkParts(*self._costs)
         return (cost.alone / MOST + cost.tokens + cost.positions * tokens / 2) * tokens if self._prior else None
 
     def until_read(self, tokens: int, decoding: bool) -> float | None:
-        """Estimated seconds until so many tokens are read, beside rows that decode; None: not known yet."""
+        """Estimated seconds until `tokens` tokens are read, beside rows that decode; None if not known yet."""
         if not tokens:
             return 0.0
         if (seconds := self.seconds(tokens)) is None or not decoding or not self.decode:

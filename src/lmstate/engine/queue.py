@@ -8,7 +8,7 @@ from threading import Lock
 from lmstate.engine.job import Job
 from lmstate.engine.results import QueueFull
 
-OTHERS = 8  # one place in so many is for other senders than the one that has all the others
+OTHERS = 8  # one place in eight is kept for senders other than the one that has all the others
 
 
 class Queue:

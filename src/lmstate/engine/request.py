@@ -132,7 +132,7 @@ class Request:
     # ---- for the engine
 
     def read_elsewhere(self, count: int, max_unread: int) -> None:
-        """Note that a reader in another process has taken so many pieces, of which it may leave some unread.
+        """Note that a reader in another process has taken `count` pieces, and leaves at most `max_unread` unread.
 
         Notes may come in any order: a smaller count than the last one changes nothing. One below 0 counts pieces of an
         earlier part of the answer that are unread.
@@ -148,7 +148,7 @@ class Request:
         return self._resting
 
     def begin(self, reused: int) -> None:
-        """Its prompt is read from now on, so many of its tokens known."""
+        """Note that its prompt is read from now on; `reused` of its tokens are stored already."""
         self.reused = reused
         self._delivery.add(self.tell)
 

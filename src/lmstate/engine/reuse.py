@@ -30,7 +30,7 @@ ASKING = 0.25, 1.0  # seconds that it may take: at least, at most
 MOST_LOOKUPS = 4  # at a time
 MOST_FETCHES = 4  # at a time: each has threads of its own, and holds all that it has read until it is taken
 LADDER = 256, 4096  # tokens of a prompt between two carries, where nothing else asks for one: at least, at most
-HEADROOM = 8  # of the memory, one part of so many is left to rows that grow, or as much as they have
+HEADROOM = 8  # an eighth of the memory is left to rows that grow, or as much as they have
 TURNS = 2  # ends of turns in a prompt that get a carry in any case: before and after the last message of its user
 
 
@@ -137,7 +137,7 @@ class PrefixReuse:
         return state
 
     def resume(self, prompt: PicturePrompt, salt: str, most: int | None = None) -> State:
-        """A state of one row with what memory has of a text that was once read, at most so many of its tokens."""
+        """A state of one row with the part of a text that memory holds, at most `most` tokens of it."""
         match = self.match(prompt.identities, prompt, salt, logits=False, only_memory=True, most=most)
         restored = self._restored(match, prompt)
         return self.resume(prompt, salt, most) if restored is None else restored[0]
@@ -151,7 +151,7 @@ class PrefixReuse:
         only_memory: bool = False,
         most: int | None = None,
     ) -> Match:
-        """The longest part of a text that needs not be computed, at most so many of its tokens.
+        """The longest part of a text that is stored already, at most `most` tokens of it.
 
         `text`: the identities of a prompt. A part ends inside no picture that is computed as one piece.
         """

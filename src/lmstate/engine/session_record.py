@@ -40,7 +40,7 @@ class KeyedAnswer:
 
     @staticmethod
     def from_json(told: Any, length: int) -> KeyedAnswer:
-        """Of a session of so many tokens. Raises ValueError for anything else."""
+        """Read an answer of a session of `length` tokens. Raises ValueError for anything else."""
         try:
             answer = KeyedAnswer(**told)
             sound = 0 <= answer.stop <= length and answer.prompt >= 0 and answer.finished in get_args(Finish)

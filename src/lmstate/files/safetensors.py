@@ -127,5 +127,5 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: dict[
 
 
 def _whole_numbers(values: Any) -> bool:
-    # So many bytes are beyond any file; the bound also keeps products of hostile sizes cheap.
+    # No file is this large; the bound also keeps products of hostile sizes cheap.
     return isinstance(values, list) and all(type(value) is int and 0 <= value < MOST_ELEMENTS for value in values)

@@ -24,7 +24,7 @@ def use_wal(connection: sqlite3.Connection, seconds: float) -> None:
     """Switch a database to a write-ahead log. Raises `sqlite3.Error`.
 
     SQLite's own time limit does not hold for this switch: it fails at once while another connection opens the same new
-    file. So it is tried again for so many seconds.
+    file. So it is tried again for some seconds.
     """
     end = monotonic() + seconds
     while True:

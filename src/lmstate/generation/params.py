@@ -27,7 +27,7 @@ class SamplingParams(Sampler):
     The fields of `Sampler`, and:
 
     max_new_tokens      at most this many tokens; 0 only reads the prompt
-    min_tokens          no end-of-sequence or stop token before so many, and no stop string that ends within them
+    min_tokens          no end-of-sequence or stop token before this many tokens, and no stop string within them
     n                   answers to the one prompt, which is read once; with a seed, answer i draws as row i of
                         `model.generate` does
     stop                text(s) that end the answer; nothing at or after them is returned

@@ -28,7 +28,7 @@ class TextScore:
 
 
 def score_text(model: LanguageModel, tokens: Sequence[int], window: int) -> TextScore:
-    """Score a text in windows of so many tokens, each from an empty state.
+    """Score a text in windows of `window` tokens, each from an empty state.
 
     The first token of a window is given, the others are predicted. Raises ValueError for a text of less than two tokens
     or such a window.

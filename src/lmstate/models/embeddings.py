@@ -43,7 +43,7 @@ def embeddings(
     texts       a text or a list of token ids; or a list of these
     pooling     "mean" of all tokens, the "last" one's, or the first one's: "cls"; None: what the checkpoint was trained
                 for, else mean
-    dimensions  only so many numbers of each, the first ones, for checkpoints that were trained for it (Matryoshka)
+    dimensions  keep only the first this many numbers of each, for checkpoints trained for it (Matryoshka)
 
     Each text is read by itself, in parts, so that its vector depends on no other. Raises ValueError for arguments out
     of range and texts without tokens, `UnsupportedError` for a checkpoint of another pooling.

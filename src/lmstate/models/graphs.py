@@ -271,5 +271,5 @@ def kind(leaf: LayerState) -> Hashable | None:
 
 
 def power(count: int, least: int = 1) -> int:
-    """The power of two that holds so many."""
+    """The smallest power of two that is at least `count`."""
     return max(least, 1 << (count - 1).bit_length())

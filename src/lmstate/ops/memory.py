@@ -56,8 +56,11 @@ def pages(size: int) -> mmap.mmap:
 
 
 class Pieces:
-    """Memory in large pages for what comes and goes, such as blocks of keys and values: pieces of one size share slabs,
-    each goes back to its slab once nothing refers to it, and of empty slabs one is kept for each size."""
+    """Memory in large pages for short-lived buffers, such as blocks of keys and values.
+
+    Pieces of one size share slabs. A piece returns to its slab when its last reference ends. One empty slab is kept for
+    each size.
+    """
 
     SLAB = 8 << 20  # bytes
 

@@ -53,7 +53,7 @@ class StepCosts:
         return tokens in self._seconds
 
     def current(self, tokens: int) -> bool:
-        """Whether a step of so many tokens was measured lately, or a while ago and often."""
+        """Whether a step of `tokens` tokens was measured lately, or a while ago and often."""
         return tokens in self and self._age(tokens) <= REFRESH * self._times[tokens] // OFTEN
 
     def __call__(self, tokens: int, plain: int) -> float:
@@ -133,8 +133,8 @@ def best_depths(
 ) -> list[int]:
     """The depth for each row that gives most tokens a second to all; zeros where none gives more than plain decoding.
 
-    rows: the rates of acceptance of each row's draft; cost: seconds of a step of so many tokens; drafting: seconds
-    that drafting to a depth takes from now on; credit: plain steps that each row may lose to what others draft.
+    rows: the rates of acceptance of each row's draft. cost: seconds of a step by its tokens. drafting: seconds that
+    drafting to a depth takes from now on. credit: plain steps that each row may lose to the drafts of others.
     """
     plain = cost(len(rows))
     best, chosen = len(rows) / plain * GAIN, 0
@@ -165,5 +165,5 @@ def best_depths(
 
 
 def _all_afford(steps: float, gained: Sequence[float], credit: Sequence[float]) -> bool:
-    """Whether no row loses more than it may where a step takes so many plain steps more, and gains so many tokens."""
+    """Whether each row can afford a step that takes `steps` more plain steps and gains it `gained` tokens."""
     return all(got > steps or own + got >= steps for got, own in zip(gained, credit))

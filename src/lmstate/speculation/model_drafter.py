@@ -13,7 +13,7 @@ from torch import Tensor
 from lmstate.language_model import LanguageModel
 from lmstate.speculation.drafter import Draft
 
-DEEPEST = 32  # a verdict rewinds at most so many tokens, for which the state recomputes nothing
+DEEPEST = 32  # a verdict rewinds at most this many tokens, for which the state recomputes nothing
 DOUBTFUL = 0.05  # a row whose draft is no more probable than this drafts no further
 
 

@@ -86,7 +86,7 @@ class Speculator:
         self._rest, self._resting = FIRST_REST, 0  # steps of the next rest, and those left of this one
 
     def resize(self, rows: int) -> None:
-        """The state has so many rows from now on."""
+        """Note that the state has `rows` rows from now on."""
         self.costs = self._costs.setdefault(rows, StepCosts())
         self.most = widest_draft(rows)
 
@@ -111,7 +111,7 @@ class Speculator:
     def propose(
         self, room: Mapping[int, int], admitted: Callable[[int, Draft], Draft] | None = None
     ) -> dict[int, Draft]:
-        """Drafts for rows that have room for so many drafted tokens; each may be empty.
+        """Drafts for the rows in `room`, each of at most `room[row]` tokens; a draft can be empty.
 
         `admitted(row, draft)`: what of a draft can come at all, and what must, by a row's grammar.
         """
@@ -156,7 +156,7 @@ class Speculator:
                 self._held[at] += at < accepted[row]
 
     def measured(self, tokens: int, seconds: float, rows: int, gained: int) -> None:
-        """A step of so many tokens over `rows` took so long; `gained`: drafted tokens that it accepted."""
+        """Note that a step of `tokens` tokens over `rows` rows took `seconds` and accepted `gained` drafted tokens."""
         self.costs.measured(tokens, seconds)
         lost = 0.0
         if rows in self.costs:

@@ -71,7 +71,7 @@ class BlockPool:
             self._nbytes -= self._sizes.pop(self._ended.popleft())
 
     def require(self, nbytes: int) -> None:
-        """Raise `CapacityError` if there is no room for so many bytes."""
+        """Raise `CapacityError` if there is no room for `nbytes` bytes."""
         if self.limit is not None and self.nbytes + nbytes > self.limit:
             raise CapacityError(
                 f"{nbytes / 2**20:,.2f} MiB of blocks were asked for; the pool holds {self.nbytes / 2**20:,.2f} of at "

@@ -39,7 +39,7 @@ class Row(NamedTuple):
     length: int = 0
     cached: int = 0  # how many of the tokens the layers have seen; the rest is computed by the next call
     frequency_key: int = 0  # of the ropes that rotated the cached keys, see State
-    expected: int = 0  # tokens that the text will have at least: keys are rotated as in one of so many
+    expected: int = 0  # tokens that the text will have at least; ropes that depend on the length use it
     logits: Tensor | None = None  # [V] after the last token, as a text of this length, or the expected one, has them
     marks: tuple[Mark, ...] = ()
     source: Source | None = None  # what it is conditioned on

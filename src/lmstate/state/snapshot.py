@@ -80,11 +80,11 @@ class Snapshot:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to one safetensors file, whole or not at all. Raises `OSError` where the file cannot be written.
 
-        Layout: metadata `format`, `version`, `fingerprint`, `cached`, `frequency_key`, `layers`, `notes`, `model`,
-        `checksums`; tensors `tokens` int64 `[length]`, `logits` float32 `[V]` if known, `source` int64 if it is a text
-        (metadata `source` with its hash if it is a sound), and `layers.{index}.{name}` for the content of each layer.
-        With pictures also metadata `media` and tensors `media.{index}.embeddings` and `media.{index}.positions`; with
-        learned positions metadata `opening`, their number.
+        Metadata: `format`, `version`, `fingerprint`, `cached`, `frequency_key`, `layers`, `notes`, `model` and
+        `checksums`. Tensors: `tokens` int64 `[length]`, `logits` float32 `[V]` if known, and `layers.{index}.{name}`
+        for the content of each layer. A source of text is a tensor `source` int64; of a sound the metadata has the
+        hash. With pictures also metadata `media` and tensors `media.{index}.embeddings` and `media.{index}.positions`;
+        with learned positions metadata `opening`, their number.
         """
         tensors = {"tokens": torch.tensor(self.tokens, dtype=torch.int64)}
         if self.logits is not None:

@@ -63,7 +63,7 @@ def named_as_in_transformers(model_type: object, module: str) -> str:
 
 
 def modules_of(source: Source, name: str, outputs: int) -> list[tuple[str, int]]:
-    """The modules whose matrices a checkpoint's matrix of so many outputs holds, one below the other; their outputs."""
+    """The modules whose matrices a checkpoint's matrix of `outputs` outputs stacks, each with its number of outputs."""
     config = Config(source.config, f"config of {source.path}")
     model_type = source.config.get("model_type")
     while isinstance(source, TextModelSource):

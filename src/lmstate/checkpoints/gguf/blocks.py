@@ -74,8 +74,8 @@ def _q8_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
 def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
     """The 6-bit scales and minima, 8 of each, of a K-quant super-block: [B, 12] -> two uint8 [B, 8].
 
-    Bytes 0-3 and 4-7 hold the first four of each in their low 6 bits; bytes 8-11 hold the low 4 bits of the last four
-    (scale low, minimum high), whose upper 2 bits are the top bits of bytes 0-3 and 4-7.
+    Bytes 0-3 and 4-7 hold the first four scales and minima in their low 6 bits. Bytes 8-11 hold the low 4 bits of the
+    last four (scale low, minimum high). The upper 2 bits of these are the top bits of bytes 0-3 and 4-7.
     """
     low, middle, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat([low & 63, (high & 15) | ((low >> 6) << 4)], dim=1)

@@ -103,7 +103,7 @@ class FolderTier(Tier):
         return list(self._newer(MOST_NEW))
 
     def _newer(self, most: int = -1) -> Iterator[tuple[str, Entry]]:
-        """(key, entry) of the entries that are not known yet, the oldest first; at most so many of them."""
+        """(key, entry) of the entries that are not known yet, the oldest first; at most `most`, -1 for all."""
         with self._lock:
             version = self._index.execute("pragma data_version").fetchone()[0]  # another one if others have written
             if self._seen[0] == version:

@@ -140,5 +140,5 @@ class SharedTier(Tier):
             self._blobs.put(name, json.dumps(keys).encode())
 
     def _places(self, kind: str, most: int) -> Iterable[str]:
-        """The names of the blobs of a kind, at most so many."""
+        """The names of the blobs of a kind, at most `most`."""
         return islice(self._blobs.names(f"{self._place}/{kind}/"), most)

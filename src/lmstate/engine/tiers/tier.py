@@ -170,7 +170,7 @@ class Tier(ABC):
         return layers
 
     def check_size(self, size: int) -> None:
-        """Raise SnapshotError for an entry of so many bytes if it is not to be read. Others may have room for it."""
+        """Raise SnapshotError if an entry of `size` bytes is too large for this process. Others may have room."""
         if size > self.most_read:
             raise SnapshotError(f"it is larger than the {self.most_read} bytes that there are for it")
 
@@ -321,7 +321,7 @@ def to_bytes(layers: Layers) -> bytes:
 
 
 def from_bytes(data: bytearray, where: Path, layers: int) -> Layers:
-    """Inverse of `to_bytes` for a model of so many layers: views of `data`. Raises SnapshotError for a damaged or
+    """Inverse of `to_bytes` for a model of `layers` layers: views of `data`. Raises SnapshotError for a damaged or
     foreign file."""
     try:
         file = TensorFile(where, FileBuffer(where, data))

@@ -191,7 +191,7 @@ def latent_attention(
 ) -> MultiHeadLatentAttention:
     """Latent attention under DeepSeek's names: `q_proj`, or `q_a_proj` and `q_b_proj`; `kv_a_proj_with_mqa`, ...
 
-    `gates`: a projection without a bias that gives so many of them, one a head or a value. `value_gate`: the query's
+    `gates`: the number of outputs of a projection without bias, one per head or per value. `value_gate`: the query's
     projection gives the gates of each head as well, see the layer. `eps`: of the norms of
     latents.
     """

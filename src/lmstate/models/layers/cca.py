@@ -22,11 +22,11 @@ class CompressedConvAttention:
     """Compressed convolutional attention (ZAYA1).
 
     `attention.qkv` gives queries and keys, then the half of the values that the next token will have, then the half
-    that this one has. Queries and keys pass a convolution of each feature, one of each head, and beside these go on as
-    what a query head and its key head are on average; then they are normalized, and a key head has a scale.
+    that this one has. Queries and keys pass a convolution per feature and one per head. The average of each query head
+    and its key head is added to the result, which is then normalized; each key head has a scale.
 
-    The scan is the convolutions: to see the half of the values a token late is one with a single tap. All biases are
-    added after it, so that what is before a text is zero.
+    The scan computes the convolutions. The half of the values for the next token is a convolution with a single tap.
+    All biases are added after the scan, so that its inputs before a text are zero.
     """
 
     attention: Attention  # without norms of heads

@@ -61,8 +61,8 @@ class CrossAttention:
 class BidirectionalAttention:
     """The attention of an encoder: each token sees all of the text, which comes as one piece and leaves no state.
 
-    `attention`: its weights; of one with a window, each token sees the others up to so many positions away. `bias`: of
-    the scores, by distance; None: none.
+    `attention`: its weights; with a window, each token sees the others at most that many positions away. `bias`: of
+    the scores, by distance, or None.
     """
 
     attention: Attention

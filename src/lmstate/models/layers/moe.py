@@ -31,8 +31,8 @@ class Router:
     a softmax over the chosen alone) and `scale` multiplies.
 
     `e_score_correction_bias` is added to the scores for the choice and not for the weights; it keeps experts evenly
-    used without a loss (Wang et al. 2024). With `groups` > 1 the experts lie in that many equal groups, and only those
-    of the `topk_groups` best ones can be chosen: a group is as good as its best expert, or its two best added up
+    used without a loss (Wang et al. 2024). With `groups` > 1 the experts form that many equal groups, and only those of
+    the best `topk_groups` groups can be chosen. A group's score is that of its best expert, or the sum of its two best
     (DeepSeek-V2 and V3).
     """
 

@@ -1,7 +1,7 @@
 """Attention in which the tokens of a picture see all of it, whichever of them comes first (Gemma 3, 2503.19786).
 
-A picture is computed as one piece: no step ends inside it. Its queries attend as so many heads of one token that stands
-at its last position, under a mask that reaches as far as the first one sees.
+A picture is computed as one piece: no step ends inside it. Its queries attend as heads of one token at its last
+position, under a mask that reaches as far as the first one sees.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ def attend_whole(
     without queries may have stored nothing. params: scale and softcap alone. bias: float32 `[H, T, S]`, added to the
     scores, where all rows have S.
 
-    A native body takes the queries of a row as so many heads of one token that stands at the last position: it sees all
-    of them, and to the body no head's result depends on the others.
+    A native body takes the queries of a row as heads of one token at the last position: they see all positions, and no
+    head's result depends on the other heads.
     """
     tokens, kv_heads = q.shape[1], k.shape[1]
     library = dispatch.native(q, k, v, bias)

@@ -32,7 +32,7 @@ def choose_positions(
     keys           [R, 1, S, Di]    blocks, or position p in slot p; new tokens are already stored
     starts, counts [R] int64        query i < counts[r] of row r stands at position starts[r] + i and sees the positions
                                     up to its own
-    rate                            of keys that stand for so many tokens each: a query sees those whose tokens all
+    rate                            tokens per key: a query sees the keys whose tokens all
                                     stand before it, or are its own
 
     Natively a score is summed in one order, so that a choice is the same however the text is cut.

@@ -71,7 +71,7 @@ class Contention:
         self._lock = threading.Lock()
 
     def threads(self, most: int) -> int:
-        """Of so many threads, those for which others leave a processor; at least 1."""
+        """The number of threads, up to `most`, that have a processor for themselves; at least 1."""
         if most == 1 or not self._measures:
             return most
         now = time.perf_counter()

@@ -116,7 +116,7 @@ def carried(layer: Recurrence, start: ScanStart, new: Carry, kept: Tensor, marke
 
 
 def room(layer: Recurrence, rows: int, tokens: int, marks: bool) -> tuple[Carry, Tensor, Carry | None]:
-    """Tensors for the carry that a layer makes, for what it logs of so many tokens, `[N, kept]`, and at marks."""
+    """Tensors for the carry that a layer makes, for its log of `tokens` tokens, `[N, kept]`, and at marks."""
     carries = [
         tuple(torch.empty(rows, *shape, dtype=torch.float32) for shape in layer.parts.carry) for _ in range(1 + marks)
     ]

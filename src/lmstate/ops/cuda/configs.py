@@ -24,13 +24,13 @@ class KernelShape(NamedTuple):
 
 
 def attention(queries: int, width: int, codes: bool = False) -> KernelShape:
-    """For so many queries of a kv head, and values of this width, as floats or as codes."""
+    """The shape for `queries` queries per KV head, and values of `width` elements, as floats or as codes."""
     most = 32 if width <= 128 and not codes else FEW_ROWS
     return KernelShape(min(padded(queries), most), 8)
 
 
 def product(rows: int) -> KernelShape:
-    """For so many rows of activations."""
+    """The shape for `rows` rows of activations."""
     tile = min(padded(rows, FEW_ROWS), 64)
     return KernelShape(tile, 8 if tile == 64 else 4)
 

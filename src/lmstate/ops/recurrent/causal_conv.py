@@ -1,7 +1,7 @@
 """The short depthwise causal convolution before a recurrence, as a scan: its carry is the last inputs of each row.
 
-A token sees itself and the C - 1 tokens before it, so what a step must remember is its last C - 1 inputs *as of each
-row's count*: a row that got fewer new tokens than that keeps part of its old tail.
+A token sees itself and the C - 1 tokens before it, so a step must keep the last C - 1 inputs *as of each row's count*.
+A row with fewer new tokens keeps part of its old tail.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@
 Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2412.06464); the gate a channel is Kimi Linear's (2510.26692). beta up
 to 2 gives the negative eigenvalues of 2411.12537.
 
-Within a chunk of c tokens the corrections depend on each other linearly: with A the strictly lower [c, c] matrix of
-beta_i k_i^T k_j (decayed from j to i), the corrected values U solve (I + A) U = beta (V - K_in S). So a chunk costs a
-handful of matrix products and one triangular inverse that does not depend on S. Decays stay in log space and only
-differences that are <= 0 are exponentiated, so nothing overflows and nothing is divided by a decay.
+Within a chunk of c tokens the corrections depend on each other linearly. Let A be the strictly lower [c, c] matrix of
+beta_i k_i^T k_j, decayed from j to i. The corrected values U solve (I + A) U = beta (V - K_in S). So a chunk costs a
+few matrix products and one triangular inverse that does not depend on S. Decays stay in log space, and only differences
+that are <= 0 are exponentiated: nothing overflows, and nothing is divided by a decay.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The elementwise linear recurrence h_t = a_t h_{t-1} + u_t, without a Python step a token.
 
-A stretch is split into n chunks of L tokens that advance side by side, a position at a time: once from zero to learn
-what each chunk adds and keeps, then, with the true state before every chunk known, once more. So every state comes out
-of the recurrence itself; decays are only ever multiplied together, which cannot overflow, and never divided by.
+A stretch is split into n chunks of L tokens that advance together, one position at a time. The first pass starts each
+chunk from zero and finds what it adds and keeps. This gives the true state before every chunk, from which the second
+pass starts. So every state is computed by the recurrence itself. Decays are only multiplied, which cannot overflow, and
+never divided by.
 """
 
 from __future__ import annotations

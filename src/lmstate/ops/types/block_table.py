@@ -26,7 +26,7 @@ class KVBlock(ABC):
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.filled = 0
-        """So many of its first positions may hold numbers, of tokens that were discarded too; in slabs alone."""
+        """The number of first positions that may hold numbers, also of discarded tokens; used in slabs only."""
         self._tensors: tuple[Tensor, ...] | None = None
 
     @property
@@ -62,7 +62,7 @@ class RowBlocks(NamedTuple):
     blocks: tuple[KVBlock | None, ...] = ()
     """None for those that a window has left behind."""
     shared: int = 0
-    """So many of the first ones may have other holders: a write into one of them goes to a copy."""
+    """The number of first blocks that other holders may share: a write into one of them goes to a copy."""
     low: int = 0
     """The first position that is whole."""
 

@@ -48,7 +48,7 @@ class Slab:
             self.whole = [buffer.unflatten(0, (-1, BLOCK_TOKENS)) for buffer in self.buffers]  # [blocks, B, K, D]
         self.nbytes = sum(buffer.nbytes for buffer in self.buffers)
         self.block_nbytes = self.nbytes // (blocks + 1)
-        self.given = 0  # so many of the first ones were handed out, and may hold numbers
+        self.given = 0  # the number of first blocks that were handed out, and may hold numbers
         self.free: list[int] = []  # of those, that came back
 
     def tensors(self, index: int) -> tuple[Tensor, ...]:

@@ -38,7 +38,7 @@ class Weight(ABC):
         """Copy to another device; itself if it is there."""
 
     def with_activations(self, bits: int) -> Weight:
-        """The same elements, multiplying activations of so many bits (8 or 16); itself if its kind rounds none."""
+        """Return the same elements for activations of `bits` bits (8 or 16); itself if its kind rounds none."""
         return self
 
     def in_large_pages(self) -> Weight:

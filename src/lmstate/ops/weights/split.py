@@ -31,10 +31,10 @@ class Gathering(Protocol):
 
 
 class SplitWeight(Weight):
-    """`own`: the outputs of this rank; `outputs[rank]` of each. With `inputs`, each rank brings so many inputs of a
-    product, which are gathered first.
+    """`own`: the outputs of this rank; `outputs[rank]`: the number of each rank's. With `inputs`, each rank holds
+    `inputs[rank]` inputs of a product, which are gathered first.
 
-    Native bodies know no such weight: `storage` tells them so by lying on no device that they know.
+    Native bodies do not take such a weight: its `storage` is on the meta device.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ class UntoldTokens:
         return found
 
     def _pass(self, count: int) -> list[TokenLogprob]:
-        """Pass over so many characters. Tokens without any wait for those that follow: a character may span tokens."""
+        """Pass over `count` characters. A token without characters waits for the next: a character can span tokens."""
         passed = []
         while count > 0 and self._tokens:
             text, logprob = self._tokens.popleft()

@@ -71,7 +71,7 @@ async def read_form(settings: Settings, request: Request, form: type[T]) -> T:
 
 
 async def read_bytes(request: Request, most: int, seconds: float) -> bytes:
-    """The body of a request, of at most so many bytes and within so many seconds. Raises `ApiError`."""
+    """Read the body of a request: at most `most` bytes within `seconds`. Raises `ApiError`."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise ApiError(f"the body is encoded as {encoding[:40]!r}: send it as it is", 415, code="unsupported_encoding")

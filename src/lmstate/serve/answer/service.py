@@ -215,7 +215,7 @@ class Service:
     def room(self, length: int, counted: str = "") -> int:
         """Tokens that an answer to a prompt of this length may have. Raises `ApiError` if there is no room.
 
-        `counted`: where in the prompt so many tokens are, if it was not read as a whole.
+        `counted`: the number of tokens at each place of the prompt, if it was not read as a whole.
         """
         if self.context is None:
             return 2**31

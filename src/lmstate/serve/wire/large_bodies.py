@@ -66,7 +66,7 @@ class LargeBodies:
             asyncio.get_running_loop().run_in_executor(None, return_memory)
 
     def take(self, size: int) -> None:
-        """Raise `ApiError` if so many more bytes are too many."""
+        """Add `size` bytes. Raises `ApiError` if they exceed the limit."""
         if self.held + size > self._most:
             raise ApiError(
                 f"the server works on as many bytes of large bodies as it takes ({self._most}): try again in a moment",

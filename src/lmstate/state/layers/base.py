@@ -39,10 +39,10 @@ class Layout:
 class LayerState(ABC):
     """One layer's memory of every row.
 
-    It holds no length: the committed length of a row comes with each call. Between `reserve` and `commit`/`discard` it
-    is pending, and what was committed stays whole. `commit`, `rewind`, `select`, `restore` and `drop` compute all that
-    they come to, change nothing that counts (they may write where nothing committed lies), and add the assignments to
-    `changes`: the state applies those of all layers at once, when every layer has computed its own.
+    It holds no length: the committed length of a row comes with each call. Between `reserve` and `commit` or `discard`
+    it is pending, and its committed part stays whole. `commit`, `rewind`, `select`, `restore` and `drop` compute their
+    result and add the assignments to `changes`. They change nothing that is committed. When every layer has computed
+    its own, the state applies the changes of all layers at once.
     """
 
     kind: str  # how `State.memory` groups it

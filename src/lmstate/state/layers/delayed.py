@@ -28,7 +28,7 @@ class MovedState(CompositeState):
 
     @abstractmethod
     def first_length(self, position: int) -> int:
-        """The least length of a row of which they have so many positions."""
+        """The smallest length of a row at which they have `position` positions."""
 
     def step(self, step: Step) -> Step:
         """A step, or a part of one, as the members see it."""

@@ -1,9 +1,9 @@
 """The state of a recurrent layer: the carry of a scan, and what it takes to go back.
 
-A scan is `(inputs [R, T, F], carry, counts [R], gate) -> (outputs [R, T, G], carry)`, `lax.scan` over the tokens of a
-step: its inputs are the layer's projections and nothing derived from them, so that a log of inputs replays exactly.
-`gate [R, T, B]` is used by the outputs and not by the carry (an output gate, say); None where only the carry is
-wanted. A scan writes into none of its arguments.
+A scan is `(inputs [R, T, F], carry, counts [R], gate) -> (outputs [R, T, G], carry)`, like `lax.scan` over the tokens
+of a step. Its inputs are the layer's projections, so that a log of inputs replays exactly. `gate [R, T, B]`, for
+example an output gate, changes the outputs and not the carry; it is None if only the carry is needed. A scan does not
+write to its arguments.
 """
 
 from __future__ import annotations

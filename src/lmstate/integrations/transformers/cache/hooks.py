@@ -43,7 +43,7 @@ class CallObserver(ABC):
 
     @abstractmethod
     def admit(self, rows: int, held: int) -> None:
-        """Raise `StateError` unless a call with so many rows may go on from here, where `held` are held (0: none)."""
+        """Raise `StateError` unless a call with `rows` rows can continue a cache of `held` rows (0: empty)."""
 
     @property
     @abstractmethod

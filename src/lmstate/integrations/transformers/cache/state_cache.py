@@ -134,7 +134,7 @@ class StateCache(DynamicCache, hooks.ObservedCache):
         return self._log.length(layer_idx) if call is None else call.start
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Length and offset of the keys that `update` will give back for so many queries."""
+        """Length and offset of the keys that `update` returns for `query_length` queries."""
         if layer_idx >= len(self.layers):
             return query_length, 0
         layer = self.layers[layer_idx]

@@ -63,7 +63,7 @@ def layer_windows(
 ) -> list[int | None]:  # fmt: skip
     """Each layer's sliding window, from `layer_types` where the config has them and uses them.
 
-    `full_every`: where it has none, one layer in so many sees everything (a config may say another number). `switch`:
+    `full_every`: without it, one layer in `full_every` sees everything (a config may say another number). `switch`:
     `use_sliding_window` may turn all of them off.
     """
     size = config_window(config, switch)

@@ -45,7 +45,7 @@ class LastQueries:
         return self.ring
 
     def room(self, width: int) -> Tensor:
-        """For the queries of so many tokens, float32 `[R, T, H, D]`."""
+        """A buffer for the queries of `width` tokens, float32 `[R, T, H, D]`."""
         return torch.zeros(self.rows, width, self.heads, self.dim, dtype=torch.float32, device=self.device)
 
     def low_after(self, row: int, start: int, end: int) -> int:

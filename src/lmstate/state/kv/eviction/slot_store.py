@@ -142,7 +142,7 @@ class SlotStore:
         return replace(self, table=replace(self.table, stored=_sized(self.table.stored, slots)))
 
     def with_undo_slots(self, undo_slots: int) -> SlotStore:
-        """The same with room for so many evictions, the last ones kept; the undo log is a copy, the rest is shared."""
+        """The same with room for the last `undo_slots` evictions; the undo log is a copy, the rest is shared."""
         count = min(self.undo_slots, undo_slots)
         newest = torch.arange(-count, 0, device=self.table.undo_head.device) + self.table.undo_head[..., None]
         undo_log = _sized(gathered(self.table.undo_log, newest % max(self.undo_slots, 1)), undo_slots)
@@ -284,7 +284,7 @@ def _axis(name: str) -> int:
 
 
 def _sized(arrays: Arrays, slots: int) -> Arrays:
-    """Copies with so many slots, the first ones of `arrays` and then zeros."""
+    """Copies with `slots` slots: the first ones of `arrays`, then zeros."""
     out = {}
     for name, array in arrays.items():
         axis = _axis(name)

@@ -89,7 +89,7 @@ class Evicting(Policy):
         """bool `[R, K, S]`: the slots that go. Called where some head holds more than `most`."""
 
     def excess(self, held: int) -> int | None:
-        """Number of slots that `evict` takes of a head of so many, where that depends on nothing else; else None."""
+        """Number of slots that `evict` takes from a head of `held` slots; None where it depends on more than that."""
         return None
 
 

@@ -44,7 +44,7 @@ def pyramid(policy: Budget, layers: int, ratio: float = 4.0) -> PerLayer:
 
 
 def policies_of(kv: Policies, layers: int) -> list[Policy]:
-    """The policy of each of so many layers. Raises `StateError` for anything but a policy, and for a layer that the
+    """The policy of each of `layers` layers. Raises `StateError` for anything but a policy, and for a layer that the
     model does not have."""
     if isinstance(kv, PerLayer) and (others := [layer for layer in kv.policies if layer not in range(layers)]):
         named = ", ".join(repr(layer) for layer in others[:3]) + (", ..." if len(others) > 3 else "")

@@ -16,7 +16,7 @@
 #include "layout.h"
 #include "team.h"
 
-/* New tokens of a task, more where there are tasks enough: up to so many queries read keys and values together. */
+/* New tokens per task, more where there are enough tasks: their queries read keys and values together. */
 enum { RUN = 32, QUERIES = 384 };
 
 /* Up to TILE queries over positions b..b + SUB of one kv head. */
@@ -225,7 +225,7 @@ static int64_t all_tokens(const attend_args *a, const packed_tokens *packed) {
   return packed ? packed->begins[a->rows] : a->rows * a->tokens;
 }
 
-/* Whether every thread has tasks enough where one has so many new tokens and all chunks. */
+/* Whether every thread has enough tasks if a task has this many new tokens and all chunks. */
 static int enough_runs(const attend_args *a, int64_t run) {
   int64_t runs = 0;
   for (int64_t r = 0; r < a->rows; r++) runs += (a->counts[r] + run - 1) / run;

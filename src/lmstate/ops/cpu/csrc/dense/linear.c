@@ -133,7 +133,7 @@ enum { BLOCKS_TOGETHER = 4 };
 INLINE void grouped_panels(const linear_args *a, const rounded *x, int64_t begin, int64_t end, span_of_rows of,
                            int bits, int bytes) {
   const int64_t size = a->inputs / GROUP * (bits == 4 ? BYTES4 : BYTES8);
-  const int height = VL == 8 && bytes == 1 ? TALL / 2 : TALL; /* so many sums fit the registers */
+  const int height = VL == 8 && bytes == 1 ? TALL / 2 : TALL; /* the sums fit the registers */
   for (int64_t first = begin, last; first < end; first = last) {
     last = first + BLOCKS_TOGETHER < end ? first + BLOCKS_TOGETHER : end;
     for (int64_t row = of.first; row < of.last; row += height)

@@ -115,7 +115,7 @@ typedef struct {
   const float *residual; /* what the first sublayer is added to, or null; the others are added to what they read */
   float *y;              /* [R, T, outputs of the last sublayer], zeros at padding */
   const int64_t *starts, *counts; /* [R]; counts: or null, all are real */
-  const int64_t *keep; /* [R], or null: y is of so many last tokens of each row, [R, kept, ..] */
+  const int64_t *keep; /* [R], or null: y has the last keep[r] tokens of each row, [R, kept, ..] */
   int64_t rows, tokens, count, threads, kept;
   sublayer_args sublayers[];
 } fused_args;
