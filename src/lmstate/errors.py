@@ -1,4 +1,4 @@
-"""Exceptions of lmstate. Each message says what was asked, what stands in the way, what to do."""
+"""Exceptions of lmstate. Each message says what was asked, what is wrong, what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of a language model for what stands below `models`: drafting and generation."""
+"""The interface of a language model for what is below `models`: drafting and generation."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class SpeechTokens:
     """The ids of all but words. `first_time`: of 0.00 seconds; each id behind it is one step later.
 
     `languages` and `tasks`: by name ("en", "transcribe"); empty in a model of English alone. `never`: ids that never
-    come in an answer; `never_first`: that do not begin one. `latest_start`: steps that the first time may lie at.
+    come in an answer; `never_first`: that do not begin one. `latest_start`: steps that the first time may be at.
     """
 
     vocab_size: int

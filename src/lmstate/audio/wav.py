@@ -101,7 +101,7 @@ def resampled(samples: Tensor, rate: int, to: int) -> Tensor:
     size = max(1, BLOCK // len(taps))
     for begin, part in zip(range(0, len(made), size), made.split(size)):
         at = torch.arange(begin, begin + len(part))
-        near = (at * step).div(phases, rounding_mode="floor")  # the sample at or before, which lies at `reach`
+        near = (at * step).div(phases, rounding_mode="floor")  # the sample at or before, which is at `reach`
         torch.sum(padded[near[:, None] + taps] * table[at % phases], 1, out=part)
     return made
 
@@ -110,7 +110,7 @@ def resampled(samples: Tensor, rate: int, to: int) -> Tensor:
 def _filters(step: int, phases: int) -> tuple[Tensor, int]:
     """Weights of the samples around each of the `phases` places between two of them, float32 `[phases, 2 reach + 1]`.
 
-    `step / phases` samples lie between two new ones.
+    `step / phases` samples are between two new ones.
     """
     cutoff = ROLLOFF * min(1.0, phases / step)
     reach = math.ceil(ZEROS / cutoff)

@@ -29,7 +29,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class DevicePlacement:
-    """The devices that a model was asked to lie on, in the order of its blocks.
+    """The devices that a model was asked to be on, in the order of its blocks.
 
     counts: the blocks of each. room: the free bytes of each, None for one that takes the rest; the first devices are
     then filled, and the others are left out. Neither: every device gets blocks, so that the largest share is smallest.
@@ -73,7 +73,7 @@ class DevicePlacement:
 
     @property
     def spreads(self) -> bool:
-        """Whether blocks may come to lie on several devices."""
+        """Whether blocks may come to be on several devices."""
         return len(self.devices) > 1
 
     def of_blocks(self, sizes: Sizes, reads: Sequence[int | None] = ()) -> tuple[torch.device, ...]:

@@ -80,7 +80,7 @@ class Source(Protocol):
         ...
 
     def read(self, name: str) -> Tensor | GroupedQuant:
-        """A float tensor in the file's dtype, or the integers of a quantized matrix. May lie in the mapped file."""
+        """A float tensor in the file's dtype, or the integers of a quantized matrix. May be in the mapped file."""
         ...
 
     def key(self) -> str:

@@ -218,7 +218,7 @@ def _decode(model: Model, held: int, tokens: int) -> float:
 
 
 def _seen(logits: Tensor | None) -> None:
-    """Wait for the logits, where they lie on another device, as who picks a token from them does."""
+    """Wait for the logits, where they are on another device, as who picks a token from them does."""
     if logits is not None and not logits.is_cpu:
         logits.argmax().item()
 

@@ -88,7 +88,7 @@ def weight_rows(model: Model) -> list[tuple[str, ...]]:
     """Of matrices of one name, storage and shape: their name, storage, bits a number and of what they multiply, shape,
     how many, bytes.
 
-    Matrices of many blocks stand in one row, "blocks 0-3, 7: mixer.qkv"; of many experts, too. The last row is all that
+    Matrices of many blocks are in one row, "blocks 0-3, 7: mixer.qkv"; of many experts, too. The last row is all that
     is not a matrix: norms, biases.
     """
     groups: dict[tuple[str, str, int | None, str], tuple[list[int], list[Weight]]] = {}

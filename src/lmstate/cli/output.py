@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 DEBUG = "LMSTATE_DEBUG"  # set to anything: errors show their traceback
 COLLECTED = gc.get_threshold()
-CLEAR = "\r\033[K"  # of a terminal's line: a progress that was cut short may stand there
+CLEAR = "\r\033[K"  # of a terminal's line: a progress that was cut short may be there
 
 
 def import_library() -> None:

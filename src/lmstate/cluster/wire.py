@@ -90,7 +90,7 @@ class WirePrompt(msgspec.Struct, frozen=True):
         return WirePrompt(prompt.tokens, spans_to_json(prompt.media), source, sound, prompt.seconds)
 
     def read(self) -> PicturePrompt:
-        """Its pictures have no embeddings. Raises SnapshotError for pictures that do not stand in such tokens."""
+        """Its pictures have no embeddings. Raises SnapshotError for pictures that are not in such tokens."""
         media = tuple(spans_from_json(self.media, self.ids))
         source = None if self.source is None else tuple(self.source)
         return PicturePrompt(self.ids, media, self.seconds, source if self.sound is None else self.sound.read())

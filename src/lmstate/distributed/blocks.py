@@ -1,4 +1,4 @@
-"""Positions of a row whose blocks lie on several ranks."""
+"""Positions of a row whose blocks are on several ranks."""
 
 from __future__ import annotations
 

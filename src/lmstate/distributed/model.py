@@ -29,7 +29,7 @@ ELSEWHERE = "load it without parallel"
 
 @dataclass(eq=False, repr=False)
 class ParallelModel(Model):
-    """A model whose weights and states lie on several ranks. Made by `lmstate.load(parallel=...)`."""
+    """A model whose weights and states are on several ranks. Made by `lmstate.load(parallel=...)`."""
 
     state_type: ClassVar[type[State]] = MirroredState
 

@@ -345,7 +345,7 @@ class Engine(SessionEngine):
     def prefixes(self, tokens: Sequence[int] = (), salt: str | None = None) -> list[Prefix]:
         """The runs of tokens in the prefix store, those above first; each says whether `tokens` run through it.
 
-        `tokens`: ids, or where pictures stand among them `PicturePrompt.identities`. `salt`: of the runs to tell of;
+        `tokens`: ids, or where pictures are among them `PicturePrompt.identities`. `salt`: of the runs to tell of;
         None: all.
         """
         return self._called(lambda _: list(prefixes(self._reuse.prefixes, self._decoded, tokens, salt)))

@@ -137,7 +137,7 @@ class SessionEngine(EngineThread):
             self.call(lambda _: self._conversations.release(session))
 
     def changed(self, session: Session) -> None:
-        """A session stands elsewhere now: what going on from there needs is to stay."""
+        """A session is elsewhere now: what going on from there needs is to stay."""
         self._called(lambda _: self._conversations.hold(session, session.record))
 
     def refresh(self, session: Session) -> None:

@@ -48,7 +48,7 @@ class RowPool(Generic[Owner]):
         return iter(()) if self._state is None else self._state.blocks()
 
     def nbytes_apart(self) -> int:
-        """Bytes of its state that lie in no blocks."""
+        """Bytes of its state that are in no blocks."""
         return 0 if self._state is None else self._state.nbytes_apart()
 
     def length(self, owner: Owner) -> int:

@@ -83,7 +83,7 @@ class Session:
         self._closed = False
         self._writer = uuid4().hex
         self._written = 0  # changes that were given ids
-        self._generation = 0  # of the record in the store that this one stands on; 0: none that is known
+        self._generation = 0  # of the record in the store that this one builds on; 0: none that is known
         self._changes: tuple[str, ...] = ()  # of that record
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""A folder of blobs by SHA-256, and an SQLite index of what they are for: snapshots and prefixes on disk stand on it.
+"""A folder of blobs by SHA-256, and an SQLite index of what they are for: snapshots and prefixes on disk build on it.
 
 index.sqlite3        the tables of the folder's owner
 <name>/ab/abcd...    a blob; its name is a SHA-256 that its content never changes under

@@ -26,7 +26,7 @@ class FileBuffer:
         return bytes(self.buffer[start:stop])
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The tensor at a byte offset, which the caller has checked to lie inside the file."""
+        """The tensor at a byte offset, which the caller has checked to be inside the file."""
         count = 1
         for size in shape:
             count *= size
@@ -34,7 +34,7 @@ class FileBuffer:
             return torch.empty(shape, dtype=dtype)
         if offset % dtype.itemsize == 0:
             return torch.frombuffer(self.buffer, dtype=dtype, count=count, offset=offset).view(shape)
-        # Old writers do not align. Kernels may assume that numbers lie on their natural boundary: copy.
+        # Old writers do not align. Kernels may assume that numbers are on their natural boundary: copy.
         raw = torch.frombuffer(self.buffer, dtype=torch.uint8, count=count * dtype.itemsize, offset=offset)
         return raw.clone().view(dtype).view(shape)
 

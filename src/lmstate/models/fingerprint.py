@@ -53,7 +53,7 @@ def fingerprint(config: Any, parts: Any) -> str:
 
 def _samples(weight: Tensor | Weight) -> Iterator[tuple[str, Sequence[int], Tensor]]:
     """Name, shape and some elements of each tensor of it."""
-    if isinstance(weight, Bfloat12Weight):  # the same model as where its numbers lie in a matrix
+    if isinstance(weight, Bfloat12Weight):  # the same model as where its numbers are in a matrix
         n, k = weight.shape
         at = torch.arange(0, n * k, max(1, n * k // SAMPLE))
         yield "matrix", weight.shape, weight.rows(at // k)[torch.arange(len(at)), at % k].to(torch.bfloat16)

@@ -79,7 +79,7 @@ class Forward:
 
     def _packs(self, step: Step) -> bool:
         """Whether the head leaves padding out. It costs more than most layers do, and where drafts await a verdict rows
-        with long ones lie beside rows with none; a trace tells of it as of the others, padding included."""
+        with long ones are beside rows with none; a trace tells of it as of the others, padding included."""
         packs = self.head is not None and not isinstance(self.head, Traced)
         return packs and not step.uniform and step.new_tokens <= PACKED
 

@@ -44,7 +44,7 @@ def _mapped(thing: Any, change: Change, done: dict[int, Any]) -> Any:
 
 
 def moved(thing: Thing, device: torch.device, done: dict[int, Any] | None = None) -> Thing:
-    """The tree with all of its tensors and weights on a device; itself if they lie there."""
+    """The tree with all of its tensors and weights on a device; itself if they are there."""
     return mapped(thing, partial(_on, device), done)
 
 

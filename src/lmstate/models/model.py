@@ -107,7 +107,7 @@ class Model(ModelStates):
         model.norm)` what transformers calls the last hidden state.
 
         inputs: float32 `[rows, T, E]`, the stream in front of block `start` (a traced output of the block before, say),
-        which stands in for what the tokens' embeddings would have become; `start` may be the number of blocks. A state
+        which replaces what the tokens' embeddings would have become; `start` may be the number of blocks. A state
         is then only read, and nothing is left pending: the blocks before `start` have not seen these tokens. A block
         that shares the keys of an earlier one (Gemma 3n, Gemma 4) cannot go without it: StateError.
         """

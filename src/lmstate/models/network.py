@@ -73,7 +73,7 @@ class Network:
     def leaves_padding_out(self) -> bool:
         """Whether a step costs what its tokens cost, however unequal its rows: native bodies run the whole stack.
 
-        Else what lies to the right of a row's tokens is computed too.
+        Else what is to the right of a row's tokens is computed too.
         """
         if self.heads or any(device.type != "cpu" for device in self.devices) or dispatch.choice().library is None:
             return False

@@ -72,7 +72,7 @@ class StepCosts:
             return math.inf
         first = self(plain, plain)
         # Many rows fill a processor with one token each, but share the reading of the weights: the cost of a token more
-        # lies between that of one row and that of all. To try and be wrong costs part of a step, not to try all gains.
+        # is between that of one row and that of all. To try and be wrong costs part of a step, not to try all gains.
         slope = SLOPE * first / plain**0.5
         if below > plain:  # the first few tokens may come for nothing, and those after them not
             slope = max(slope / 4, (low - first) / (below - plain))

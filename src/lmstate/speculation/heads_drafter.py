@@ -52,7 +52,7 @@ class HeadsDrafter:
         self.move(state, {row: row for row in range(state.rows)})
 
     def move(self, state: State, places: Mapping[int, int]) -> None:
-        """The rows lie in this state from now on: `places` has the index of each, by its number."""
+        """The rows are in this state from now on: `places` has the index of each, by its number."""
         self._state, self._places = state, places
 
     def observe(self, rows: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:

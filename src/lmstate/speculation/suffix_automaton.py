@@ -19,7 +19,7 @@ class SuffixAutomaton:
         self.tokens: list[int] = []
         self.match = 0
         self.source = 0
-        # Per state. Most states have one transition, which stands in `_token` and `_next`; `_more` has the others.
+        # Per state. Most states have one transition, which is in `_token` and `_next`; `_more` has the others.
         self._length = array("q", [0])
         self._link = array("q", [-1])
         self._token = array("q", [-1])

@@ -41,7 +41,7 @@ class TextCorpus:
         del self._fresh[:count]
 
     def cursors(self, held: Sequence[Cursor]) -> list[Cursor]:
-        """One for each automaton that has any text: those of `held` that still stand in one, else new ones."""
+        """One for each automaton that has any text: those of `held` that still are in one, else new ones."""
         known = {id(cursor.automaton): cursor for cursor in held}
         automata = [each for each in (self._young, self._old) if each.tokens]
         return [known.get(id(each)) or Cursor(each) for each in automata]

@@ -140,7 +140,7 @@ class BlockSpec:
     def written(self, pool: BlockPool, start: int, tensors: Mapping[str, Tensor]) -> list[KVBlock]:
         """New blocks of tensors `[*heads, n, D]`, one for each buffer, of the positions from `start` on.
 
-        Zeros stand before them in the first block, and behind them in the last. Raises `CapacityError` of the pool.
+        Zeros are before them in the first block, and behind them in the last. Raises `CapacityError` of the pool.
         """
         whole = [tensors[name] for name in self.buffers]
         stop = start + whole[0].shape[-2]
@@ -192,7 +192,7 @@ class CapturedBlocks(Mapping[str, Tensor]):
         stop: int,
         unfinished: Mapping[str, int] | None = None,
     ) -> None:
-        """`row.low` may lie before `start`: the blocks hold more. `unfinished`: from which position on what lies in a
+        """`row.low` may be before `start`: the blocks hold more. `unfinished`: from which position on what is in a
         buffer is of no meaning, and reads as zeros."""
         self.buffers, self.row, self.start, self.stop = buffers, row, start, stop
         self.unfinished = unfinished or {}

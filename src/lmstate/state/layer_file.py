@@ -44,7 +44,7 @@ def read_layers(
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Metadata and tensors of a file that `write_layers` wrote in this format and version, checksums verified.
 
-    The file is opened once. The tensors are copies; with `mmap` they lie in the mapped file, which must then stay as it
+    The file is opened once. The tensors are copies; with `mmap` they are in the mapped file, which must then stay as it
     is. Raises `SnapshotError` if it is damaged or no `what`, `OSError` if unreadable.
     """
     try:

@@ -17,7 +17,7 @@ from lmstate.state.sources import Source, named
 from lmstate.state.validate import token_ids, whole_number
 
 AXES = 3  # of positions: time, height, width
-FARTHEST = 2**31  # a position on an axis lies below
+FARTHEST = 2**31  # a position on an axis is below
 PICTURED = 2**62  # `identities` of positions of pictures, and of sources, are as large or larger, token ids are not
 
 
@@ -26,7 +26,7 @@ class Media:
     """A picture as the text model sees it: N vectors of the stream, in place of the embeddings of N tokens.
 
     Made by `Media.of`. A value: nothing changes its tensors, and states, forks and snapshots share them. `hash` is the
-    SHA-256 of all of it, so that two of the same hash are the same to a model. `token` is the id that stands at each of
+    SHA-256 of all of it, so that two of the same hash are the same to a model. `token` is the id that is at each of
     its positions. `embeddings` float32 `[N, E]` are as they enter the first block; None where they were let go. In
     `[N, (1 + D) E]` the others are added to the stream behind the first D blocks (DeepStack, 2406.04334).
     `positions` int64 `[3, N]` are those of the rope's axes (time, height, width), counted from its first token; None
@@ -103,7 +103,7 @@ Spans = tuple[MediaSpan, ...]
 
 
 def within(spans: Spans, start: int, stop: int) -> Spans:
-    """Pictures of which some position lies in `start .. stop - 1`."""
+    """Pictures of which some position is in `start .. stop - 1`."""
     return tuple(span for span in spans if span.at < stop and start < span.end)
 
 
@@ -113,7 +113,7 @@ def inside(spans: Spans, position: int) -> MediaSpan | None:
 
 
 def before_picture(spans: Spans, position: int) -> int:
-    """The last position up to this one that lies inside no picture."""
+    """The last position up to this one that is inside no picture."""
     span = inside(spans, position)
     return position if span is None else span.at
 
@@ -180,7 +180,7 @@ def identities(tokens: Sequence[int], spans: Spans, source: Source | None = None
 
     The number of a position depends on the picture's hash and on the place in it: as many as a picture has positions
     must agree for another one to be taken for it. In a row that reads a source, such a number of the source and of the
-    token stands in place of the first one.
+    token is in place of the first one.
     """
     ids = list(tokens)
     if source and ids:
@@ -193,7 +193,7 @@ def identities(tokens: Sequence[int], spans: Spans, source: Source | None = None
 
 
 def refusal(spans: Spans, tokens: Sequence[int], vocab_size: int, width: int, layers: int, axes: bool) -> str | None:
-    """Reason that pictures cannot stand in a row of these tokens; None if they can.
+    """Reason that pictures cannot be in a row of these tokens; None if they can.
 
     `width`, `layers`: E of the model, and the number of its blocks. `axes`: whether its rope has several.
     """

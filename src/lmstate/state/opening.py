@@ -12,7 +12,7 @@ from lmstate.state.rows import Row
 class RowOpening:
     """Positions that each row begins with, and that its caller does not count: those of its tokens follow them.
 
-    `media` stands there. An empty row has it, and it is computed with the row's first tokens.
+    `media` is there. An empty row has it, and it is computed with the row's first tokens.
     """
 
     media: Media

@@ -116,7 +116,7 @@ class Snapshot:
     def load(path: str | os.PathLike[str], *, mmap: bool = False) -> Snapshot:
         """Read a snapshot that `save` wrote, and verify its checksums. Whether it fits a model, `State.restore` checks.
 
-        Its tensors are copies of the file. `mmap`: they lie in the file mapped into memory, which reads it once for the
+        Its tensors are copies of the file. `mmap`: they are in the file mapped into memory, which reads it once for the
         checksums and holds none of it; the file must not change as long as they live. Raises `SnapshotError` if it is
         damaged or no snapshot, `OSError` if unreadable.
         """

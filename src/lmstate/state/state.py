@@ -121,10 +121,10 @@ class State(SteppedRows):
 
     @ordinary_tensors
     def place(self, row: int, at: int, media: Media) -> None:
-        """Announce that a picture stands in a row from position `at` on, which none of its tokens has reached yet.
+        """Announce that a picture is in a row from position `at` on, which none of its tokens has reached yet.
 
         The next calls bring its tokens, `media.token` at each of its positions, whole or in parts, and read its
-        embeddings instead of theirs. Until a rewind to `at` or before. One that already stands there gets back the
+        embeddings instead of theirs. Until a rewind to `at` or before. One that already is there gets back the
         embeddings that were let go. Raises `StateError` where it cannot stand, `UnsupportedError` for a static state.
         """
         row, own = self._row(row)

@@ -35,7 +35,7 @@ class Step:
 
     `starts` and `counts` are integers, `starts_t` and `counts_t` the same as tensors of the host, for operations: a
     device that had them would have to be waited for. Row r's new tokens have the positions `starts[r] .. starts[r] +
-    counts[r] - 1`; what lies to the right of them in a `[R, T]` tensor is padding. `rope_lengths[r]` is the length that
+    counts[r] - 1`; what is to the right of them in a `[R, T]` tensor is padding. `rope_lengths[r]` is the length that
     row r's rotary frequencies are made for (it matters only to the ropes whose frequencies depend on the length of the
     text).
     """

@@ -48,7 +48,7 @@ class SteppedRows(HeldRows):
     def memory(self) -> Memory:
         """Bytes held now, by layer kind; `logits`, `marks`, `media`, `positions`, `tree` beside them, if there are any.
 
-        A block counts once, however many rows hold it; `shared` of the result says how many bytes lie in blocks that
+        A block counts once, however many rows hold it; `shared` of the result says how many bytes are in blocks that
         others may hold as well.
         """
         self._read_device_step()

@@ -101,7 +101,7 @@ def _items(container: Any) -> list[Any]:
 def written_length(value: Any, indent: int = 0) -> int:
     """Characters of a value as text, at least, and no more than it takes to be too many.
 
-    `indent`: those that stand before an item for each container around it.
+    `indent`: those that are before an item for each container around it.
     """
     budget, total, waiting = BUDGET.get(None), 0, [(value, 0)]
     while waiting and total <= MOST_TEXT:
@@ -189,7 +189,7 @@ def check_product(left: Any, right: Any) -> None:
 
 def check_format(text: str, arguments: Sequence[Any]) -> None:
     """Check a text that is a format: a width (`%99999999d`, `{:99999999}`) allocates as much in each field."""
-    # Widths of `%` stand before and behind a point, those of `{}` behind a colon; both may be arguments (`*`, `{:{}}`).
+    # Widths of `%` are before and behind a point, those of `{}` behind a colon; both may be arguments (`*`, `{:{}}`).
     widths = re.findall(r"%(?:\([^)]*\))?[#0 +-]*(\d*)\.?(\d*)|\{[^{}:]*:[^{}\d]*(\d*)\.?(\d*)", text)
     inside = re.search(r"%[^%a-zA-Z]*\*", text) or re.search(r"\{[^{}:]*:[^{}]*\{", text.replace("{{", ""))
     given = [value for value in arguments if isinstance(value, int)] if inside else []

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from lmstate.text.chat_template import ChatTemplate
 
-BROKEN = "\ufffd"  # what stands in decoded text for bytes that are not UTF-8, or not yet
+BROKEN = "\ufffd"  # in decoded text, in place of bytes that are not UTF-8, or not yet
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 LONG = 2**14  # characters or ids that take so long that other threads are to run meanwhile
 VERY_LONG = 2**18  # characters of a text that is encoded by itself: it takes up to a hundred bytes of memory for each
@@ -378,7 +378,7 @@ def _is_named(item: Any) -> bool:
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Files of a tokenizer: tokenizer.json (its path or its text), and the settings that lie beside it.
+    """Files of a tokenizer: tokenizer.json (its path or its text), and the settings that are beside it.
 
     `settings` are those of tokenizer_config.json: `bos_token`, `eos_token`, `add_bos_token`, `chat_template`, ...
     """

@@ -149,7 +149,7 @@ class Adapter:
         yield from ((name, part.storage) for name, part in self.parts())
 
     def update(self, module: str, first: int, shape: tuple[int, int]) -> Update | None:
-        """Update of a module of a shape `[N, K]`, which lies from output `first` on; None if it has none."""
+        """Update of a module of a shape `[N, K]`, which is from output `first` on; None if it has none."""
         name = self.names.get(module_key(module))
         if name is None:
             return None

@@ -58,7 +58,7 @@ class AdapterConfig(ABC):
 
     @abstractmethod
     def update(self, module: str, first: int, shape: tuple[int, int], parts: Mapping[str, AdapterTensor]) -> Update:
-        """The update of a module that lies from output `first` on."""
+        """The update of a module that is from output `first` on."""
 
     @classmethod
     @abstractmethod

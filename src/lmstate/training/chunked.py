@@ -1,6 +1,6 @@
 """The forward of long texts chunk by chunk, and its backward from the last chunk to the first.
 
-Between the two only what lies at the borders is kept: keys, values and latents, and the carries. A chunk's activations
+Between the two only what is at the borders is kept: keys, values and latents, and the carries. A chunk's activations
 exist while it is its turn.
 """
 

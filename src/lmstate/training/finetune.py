@@ -69,7 +69,7 @@ class TrainingReport:
 
 
 class FineTuning:
-    """A training of `model` on `documents`, whose checkpoints, log and result lie in `folder`.
+    """A training of `model` on `documents`, whose checkpoints, log and result are in `folder`.
 
     `run` makes the steps that are still to make. Where `resume` is set and the folder has a checkpoint, these begin
     behind it, and give the same bits as if there had been no interruption. Raises `ModelError` for a folder with a

@@ -31,7 +31,7 @@ SCALED_WORDS = ("gemma", "gemma2", "gemma3_text", "vaultgemma", "minicpm3", "bio
 
 @dataclass(frozen=True)
 class OpeningConfig(NetworkConfig):
-    """Settings of an adapter that stands in front of every text: its number of positions."""
+    """Settings of an adapter that is in front of every text: its number of positions."""
 
     positions: int = 20
 

@@ -3,7 +3,7 @@
 A family's `build` asks for tensors by name, stacks some, shifts or transposes others. Here all that is done to leaves
 while autograd watches, so that gradients arrive at the checkpoint's own tensors under the checkpoint's own names,
 whatever the family made of them. A model is built again for each forward that a gradient is to follow: matrices that
-are stacked along their outputs lie in one piece of memory whose parts the leaves are, so that this copies little.
+are stacked along their outputs are in one piece of memory whose parts the leaves are, so that this copies little.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def at_blocks(seeing: Any, inputs: dict[str, Tensor]) -> Tensor:
     (first,) = found[0][1]
     parts = [torch.zeros_like(first) for _ in range(1 + max(block for block, _ in found))]
     for block, (own,) in found:
-        parts[block] = own  # a later one stands in the place of an earlier one, as in the model
+        parts[block] = own  # a later one is in the place of an earlier one, as in the model
     return torch.cat(parts, -1).float()
 
 
@@ -243,7 +243,7 @@ WRITERS: dict[str, Callable[[Any, Inputs, int], str]] = {"idefics2": bounded, "m
 PREFIXED = frozenset({"paligemma"})
 # Changes of a text behind the places of all pictures.
 TIDIED: dict[str, Callable[[Any, str], str]] = {"idefics2": between_bounds}
-# Whose pictures are one tile each, and stand in a text as one run of places and nothing else.
+# Whose pictures are one tile each, and are in a text as one run of places and nothing else.
 UNTILED = frozenset(name for name, tiles in FAMILIES.items() if tiles in (grids, tiled)) | {
     "deepseek_vl",
     "deepseek_vl_hybrid",

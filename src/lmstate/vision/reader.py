@@ -33,7 +33,7 @@ MOST_PIXELS = 2**27  # of all of them together
 
 @dataclass(frozen=True)
 class PicturePrompt:
-    """The tokens of a prompt, and its pictures where they stand among them. `seconds`: that the tower took.
+    """The tokens of a prompt, and its pictures where they are among them. `seconds`: that the tower took.
 
     `source`: what its tokens read, of a model with an encoder.
     """

@@ -191,7 +191,7 @@ PROMPTS = {
 
 
 def tokenizer_files(path: Path) -> TokenizerFiles | None:
-    """The tokenizer of a directory: tokenizer.json, and the settings and chat templates that lie beside it."""
+    """The tokenizer of a directory: tokenizer.json, and the settings and chat templates that are beside it."""
     if not (path / "tokenizer.json").is_file():
         return None
     settings: dict[str, Any] = {}

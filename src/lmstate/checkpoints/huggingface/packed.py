@@ -31,7 +31,7 @@ INTEGERS, BYTES = torch.int32, torch.uint8
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A matrix that lies in several tensors.
+    """A matrix that is in several tensors.
 
     `parts`: their names. `shape`: its own. `stored`: the storage that comes closest. `read` gives its numbers. `lossy`:
     how it is packed, where it is dequantized to be stored.
@@ -107,7 +107,7 @@ class PackedParts:
 
 
 def _gptq(parts: PackedParts, settings: Config) -> PackedMatrix:
-    """Integers along the inputs, `w = scale * (q - zero)`; in the first version zeros lie one lower."""
+    """Integers along the inputs, `w = scale * (q - zero)`; in the first version zeros are one lower."""
     bits = settings.int("bits", 2, 8, default=4)
     if bits not in (2, 4, 8):
         raise parts.damaged(f"{parts.stem}.qweight has {bits} bits a number; lmstate reads GPTQ of 2, 4 and 8")

@@ -46,7 +46,7 @@ def chat(
 
     Ctrl-C stops the answer and keeps the conversation; /help lists the commands; Tab completes them; Ctrl-D leaves.
     Questions may be piped in, one a line; the exit code is then 1 if one of them, or a command, failed. A line that
-    ends in a backslash goes on in the next; what stands between two \"\"\" is one message.
+    ends in a backslash goes on in the next; what is between two \"\"\" is one message.
 
     \b
     Examples:

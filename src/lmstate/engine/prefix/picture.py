@@ -18,7 +18,7 @@ class Prefix:
 
     `start`, `count` of its tokens; `depth` in the tree; `text`: its beginning, escaped. `memory`, `tier`: whether its
     keys and values are in memory, and the tier outside that has them. `carry`, `logits`: whether what layers remember
-    of all tokens is kept at its end, and the last logits. `pins`: sessions that stand there. `branch`: whether the
+    of all tokens is kept at its end, and the last logits. `pins`: sessions that are there. `branch`: whether the
     tokens that were asked about run through it. `shared`: whether other texts do too. `nbytes`: of memory.
     """
 
@@ -37,7 +37,7 @@ class Prefix:
 
     @property
     def flags(self) -> str:
-        """`M` keys and values in memory, `D` in a tier, `C` a carry, `L` last logits, `P` a session stands here."""
+        """`M` keys and values in memory, `D` in a tier, `C` a carry, `L` last logits, `P` a session is here."""
         known = {"M": self.memory, "D": self.tier, "C": self.carry, "L": self.logits, "P": self.pins}
         return "".join(letter for letter, is_so in known.items() if is_so)
 

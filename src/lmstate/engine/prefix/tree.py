@@ -33,7 +33,7 @@ class Stored:
 
     key: str
     offset: int = 0
-    logits: bool = False  # of a carry, whether its last logits lie with it
+    logits: bool = False  # of a carry, whether its last logits are with it
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class Node:
     carry: Carry | None = None
     stored_run: Stored | None = None
     stored_carry: Stored | None = None
-    pins: int = 0  # sessions that stand here
+    pins: int = 0  # sessions that are here
     used: int = 0  # when it was last of use, in the store's own time
 
     @property

@@ -53,7 +53,7 @@ class Entry:
 
     @staticmethod
     def labelled(label: str, frequency_key: int, start: int, tokens: array[int]) -> Entry:
-        """The entry of a label. Raises ValueError for one that has no kind, or does not lie in its text."""
+        """The entry of a label. Raises ValueError for one that has no kind, or is not in its text."""
         kind, _, salt = label.partition("|")
         if kind not in get_args(Kind) or not 0 <= start <= len(tokens):
             raise ValueError(f"a stored entry is of kind {kind[:20]!r} and begins at {start} of {len(tokens)} tokens")

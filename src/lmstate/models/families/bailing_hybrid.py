@@ -5,7 +5,7 @@ x = x + mixer(norm(x))                                      # the delta rule; in
 x = x + sum over chosen e: g_e * expert_e(y) + shared(y)    # y = norm(x); the first layers: an MLP
 logits = head(norm(x))
 
-A head for multi-token prediction lies in a layer past the last, whose kind its tensors tell.
+A head for multi-token prediction is in a layer past the last, whose kind its tensors tell.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DBRX (Databricks, 2024): attention that clips its projections, and experts whose matrices lie in one.
+"""DBRX (Databricks, 2024): attention that clips its projections, and experts whose matrices are in one.
 
 x = embed(tokens)
 x = x + attention(norm(x))                      # layer norms; queries, keys and values clipped

@@ -46,7 +46,7 @@ class AttentionAndMLP:
 class Shortcut:
     """A whole layer: two sublayers, and experts that read what the first one's MLP reads and are added at the end.
 
-    Its input is the stream itself, to which all parts add; so it stands in a block without norms or a part behind it.
+    Its input is the stream itself, to which all parts add; so it is in a block without norms or a part behind it.
     """
 
     first: AttentionAndMLP

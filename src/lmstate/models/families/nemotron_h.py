@@ -154,7 +154,7 @@ def _head_kinds(config: Config) -> tuple[str, ...]:
 
 
 def _head_names(w: WeightLoader) -> Iterator[b.HeadNames]:
-    """One head of several blocks: what comes in front lies in the first one, the last norm in the last one."""
+    """One head of several blocks: what comes in front is in the first one, the last norm in the last one."""
     first = "mtp.layers.0"
     last = next((at for at in range(MOST_BLOCKS) if w.has(f"mtp.layers.{at}.final_layernorm.weight")), 0)
     if w.has(f"{first}.eh_proj.weight"):

@@ -86,7 +86,7 @@ class AssistantHead(DraftHead):
 
 
 class BorrowedKeys(SharedState):
-    """The keys and values of the tokens before a step in a layer of the model, for queries that stand in the step.
+    """The keys and values of the tokens before a step in a layer of the model, for queries that are in the step.
 
     In a window those of `window + 1` tokens, or fewer after a rewind that left fewer.
     """
@@ -97,7 +97,7 @@ class BorrowedKeys(SharedState):
         self.window = block.mixer.window
 
     def view(self, step: Step) -> None:
-        """None: native bodies read what lies at a step's own positions, too."""
+        """None: native bodies read what is at a step's own positions, too."""
 
     def attend(
         self,

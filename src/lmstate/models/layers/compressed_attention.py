@@ -1,4 +1,4 @@
-"""Attention to a window and to compressed entries of what lies before it (DeepSeek-V4): CSA with an index, and HCA."""
+"""Attention to a window and to compressed entries of what is before it (DeepSeek-V4): CSA with an index, and HCA."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ class HyperConnection(StreamMixer):
     """Connection around a part of a block: it reads one stream, and its output is added to each of N with a weight.
 
     A weight is `magnitude * sigmoid(its logit) + output_eps`, of the second N logits. With `balancings` a matrix of the
-    last N * N logits mixes the streams first. Its rows are softmaxed, then divided in turn by the sums of columns and rows
-    until all are near 1 (Sinkhorn and Knopp 1967; DeepSeek-V4).
+    last N * N logits mixes the streams first. Its rows are softmaxed, then divided in turn by the sums of columns
+    and rows until all are near 1 (Sinkhorn and Knopp 1967; DeepSeek-V4).
     """
 
     magnitude: float = 2.0

@@ -36,7 +36,7 @@ class LearnedKeys:
 @dataclass(frozen=True, eq=False)
 class LearnedOpening:
     """The learned positions of a model: `vectors` float32 `[P, E]` of the stream, or `keys_values` float32 `[L, 2, P,
-    K, D]` of its L layers. `token`: the id that stands at each of them."""
+    K, D]` of its L layers. `token`: the id that is at each of them."""
 
     vectors: Tensor
     keys_values: Tensor | None = None

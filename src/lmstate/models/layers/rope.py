@@ -192,7 +192,7 @@ def make_rope(
 ) -> Rope:  # fmt: skip
     """The rope that a config asks for. Raises `ModelError` if it asks for one that is not known or not complete.
 
-    `theta` and `fraction` (of the head's features that rotate) stand in where the config names none.
+    `theta` and `fraction` (of the head's features that rotate) are used where the config names none.
     """
     rope = rope_fields(config, kind)
     theta = rope.float("rope_theta", low=1.0, high=1e12, default=theta)

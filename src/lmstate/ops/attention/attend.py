@@ -1,6 +1,6 @@
 """Attention of new tokens over what their row has stored, ring or not.
 
-No mask tensor is passed: what a query sees follows from where its row starts. A row's keys and values lie in a ring,
+No mask tensor is passed: what a query sees follows from where its row starts. A row's keys and values are in a ring,
 position p in slot p % S, so the positions from `low` up to `end` are one contiguous range of slots, or two after a
 wrap.
 """
@@ -47,7 +47,7 @@ def attend(
     """Attend from new tokens to the stored ones; float32 `[R, T, H, Dv]`, zero where a query is padding.
 
     q: float32 `[R, T, H, D]`. k: `[R, K, S, D]`, v: `[R, K, S, Dv]`, rings that already hold the new tokens; H is a
-    multiple of K. starts, counts: int64 `[R]`: query i < counts[r] of row r stands at position starts[r] + i and sees
+    multiple of K. starts, counts: int64 `[R]`: query i < counts[r] of row r is at position starts[r] + i and sees
     of the positions up to its own those in `mask`.
 
     Where starts and counts are not on the host (another device, a traced graph), all S slots are read: those never
@@ -219,7 +219,7 @@ def _attend_on_device(
     """The same without reading starts and counts on the host: every slot takes part, under a mask `[R, 1, T, S]`."""
     slots = torch.arange(k.shape[2], device=q.device)
     newest = (starts + counts)[:, None] - 1  # [R, 1]
-    stored = newest - (newest - slots) % k.shape[2]  # [R, S]: the newest position that lies in each slot
+    stored = newest - (newest - slots) % k.shape[2]  # [R, S]: the newest position that is in each slot
     own = starts[:, None] + torch.arange(q.shape[1], device=q.device)  # [R, T]
     at, held = own[:, None, :, None], stored[:, None, None]
     visible = mask.visible(at, held)

@@ -31,7 +31,7 @@ def attend_beside(
     keys           [R, 1, S, D]     blocks or rings of the last positions, new tokens are already stored
     entries        [R, 1, S', D]    blocks, or entry e in slot e
     chosen         [R, T, k] int64  entries, then -1
-    starts, counts [R] int64        query i < counts[r] of row r stands at position starts[r] + i and sees the last
+    starts, counts [R] int64        query i < counts[r] of row r is at position starts[r] + i and sees the last
                                     `window` positions up to its own
     sinks          [H] float32      see `ops.AttentionParams`
 
@@ -45,7 +45,7 @@ def attend_beside(
     tokens = max(1, GATHERED // max(rows * (window + chosen.shape[2]) * dim, 1))
     for first in range(0, max(width, 1), tokens):
         some = slice(first, first + tokens)
-        own = torch.minimum(starts + offsets[some], starts + counts - 1)  # [R, t]; padding stands there too
+        own = torch.minimum(starts + offsets[some], starts + counts - 1)  # [R, t]; padding is there too
         near = (own - window + 1).clamp(min=0)[..., None] + places  # [R, t, window]
         picked = chosen[:, some]
         queries = q[:, some].flatten(0, 1)[:, None]  # a row of its own for each query

@@ -25,7 +25,7 @@ def choose_blocks(
 
     q              [R, T, J, Di]    float32: each of J heads chooses for itself
     keys           [R, 1, S, Di]    blocks, or position p in slot p; new tokens are already stored
-    starts, counts [R] int64        query i < counts[r] of row r stands at position starts[r] + i and sees the positions
+    starts, counts [R] int64        query i < counts[r] of row r is at position starts[r] + i and sees the positions
                                     up to its own
     budget         the most blocks of a query; k is no more than there are
     size, local    positions of a block, and how many blocks up to the query's own are chosen whatever their scores
@@ -95,7 +95,7 @@ def attend_blocks(
         seen = []
         for group in range(groups):
             at, head = places[:, :, group].flatten(1), group * k.shape[1] // groups
-            # A row of its own for each query, which stands at the last of what it sees.
+            # A row of its own for each query, which is at the last of what it sees.
             keys, values = (
                 gather_positions(x, at, head).unflatten(1, (-1, places.shape[3])).flatten(0, 1)[:, None] for x in (k, v)
             )

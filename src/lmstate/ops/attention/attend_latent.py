@@ -49,10 +49,10 @@ def attend_latent(
 
     q_latent       [R, T, H, Lat]   queries without rope, through the key up-projection
     q_rope         [R, T, H, Dr]    queries with rope
-    latent         [R, S, Lat]      ring: position p of a row lies in slot p % S; new tokens are already stored.
+    latent         [R, S, Lat]      ring: position p of a row is in slot p % S; new tokens are already stored.
                                     Or blocks of one head
     rope_key       [R, S, Dr]       ring or blocks, as latent
-    starts, counts [R] int64        query i < counts[r] of row r stands at position starts[r] + i and sees the positions
+    starts, counts [R] int64        query i < counts[r] of row r is at position starts[r] + i and sees the positions
                                     up to its own, the last `window` of them where that is given. S is at least what
                                     the queries of a row see together.
     columns        of a ring `[R, 1, n, S]` that has not wrapped: what each slot receives, averaged over the heads, is

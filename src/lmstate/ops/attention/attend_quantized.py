@@ -79,9 +79,7 @@ def attend_quantized(
         return torch.cat(blocks, dim=1)
     rings = _rings(kv)
     if rings.tail is None:
-        end = min(
-            rings.k.shape[2], int((starts + counts).max())
-        )  # position p < end lies in slot p, or the ring is full
+        end = min(rings.k.shape[2], int((starts + counts).max()))  # position p < end is in slot p, or the ring is full
         k, v = (
             kv_format.decode(codes[:, :, :end], scales[:, :, :end], kv.bits, dtype)
             for codes, scales in ((rings.k, rings.k_scale), (rings.v, rings.v_scale))

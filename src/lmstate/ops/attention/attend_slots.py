@@ -51,7 +51,7 @@ def attend_slots(
     """Attend from new tokens to the slots of their row and kv head -> float32 `[R, T, H, Dv]`, zero where padding.
 
     q: float32 `[R, T, H, D]`; k: `[R, K, S, D]`, v: `[R, K, S, Dv]`, which already hold the new tokens; positions:
-    `[R, K, S]`, negative where a slot is empty. starts, counts: int64 `[R]`: query i < counts[r] stands at starts[r] +
+    `[R, K, S]`, negative where a slot is empty. starts, counts: int64 `[R]`: query i < counts[r] is at starts[r] +
     i and sees the slots of positions up to its own, of those in `mask`. Adds to `columns` what each slot receives.
 
     Plain torch in float32; reads starts and counts on the host.

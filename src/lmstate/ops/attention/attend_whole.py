@@ -33,7 +33,7 @@ def attend_whole(
     library = dispatch.native(q, k, v, bias)
     if library is None or not library.attention.can_attend(q, k, v):
         return attend_whole_reference(q, k, v, lengths, counts, params, bias)
-    if bias is not None:  # by how far a key lies before the last position
+    if bias is not None:  # by how far a key is before the last position
         grouped = bias.unflatten(0, (kv_heads, -1)).transpose(1, 2)  # [K, T, H / K, S]
         params = params._replace(biases=grouped.flip(-1).flatten(0, 2))
     seen = attend(as_heads(q, kv_heads), k, v, (lengths - 1).clamp(min=0), counts.clamp(max=1), params)

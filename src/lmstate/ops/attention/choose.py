@@ -30,10 +30,10 @@ def choose_positions(
     q              [R, T, Hi, Di]
     weights        [R, T, Hi]       float32, of each head's scores
     keys           [R, 1, S, Di]    blocks, or position p in slot p; new tokens are already stored
-    starts, counts [R] int64        query i < counts[r] of row r stands at position starts[r] + i and sees the positions
+    starts, counts [R] int64        query i < counts[r] of row r is at position starts[r] + i and sees the positions
                                     up to its own
     rate                            tokens per key: a query sees the keys whose tokens all
-                                    stand before it, or are its own
+                                    are before it, or are its own
 
     Natively a score is summed in one order, so that a choice is the same however the text is cut.
     """
@@ -109,7 +109,7 @@ def attend_chosen(
         some = slice(first, first + tokens)
         picked, count = chosen[:, some].flatten(1), counts[:, some].flatten()
         both = [gather_positions(part, picked) for part in (latent, rope_key)]
-        # A row of its own for each query, which stands at the last of what it sees.
+        # A row of its own for each query, which is at the last of what it sees.
         both = [part.unflatten(1, (-1, chosen.shape[2])).flatten(0, 1) for part in both]  # [R * t, k, ..]
         query, query_rope = (q[:, some].flatten(0, 1)[:, None] for q in (q_latent, q_rope))
         starts, one = (count - 1).clamp(min=0), count.clamp(max=1)

@@ -1,7 +1,7 @@
 """The end of a step for slots in no order: the accepted tokens become real, and what is evicted goes into the undo log.
 
 Every row and kv head has a list of slots, filled from the front. Where one is evicted the last one takes its place, so
-that attention reads a list as it reads a ring that has not wrapped: what order slots lie in does not matter to it.
+that attention reads a list as it reads a ring that has not wrapped: what order slots are in does not matter to it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lmstate.ops.types.slot_table import NONE, EvictLowest, SlotCommit, SlotTabl
 
 
 def commit_slots(changes: Sequence[SlotCommit], starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
-    """Make the first accepted[r] of the counts[r] tokens real that lie behind row r's filled slots, then evict.
+    """Make the first accepted[r] of the counts[r] tokens real that are behind row r's filled slots, then evict.
 
     Of any number of layers at once. starts, counts, accepted: int64 `[R]`; a row that accepts none stays as it is. All
     that it changes is changed in place; it cannot fail.

@@ -38,7 +38,7 @@ class RecurrentBodies:
     def causal_conv(
         self, x: Tensor, tail: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, silu: bool
     ) -> tuple[Tensor, Tensor]:
-        """`causal_conv`; `weight` [F, C] is read in place if its taps lie apart, as in `tap_major`."""
+        """`causal_conv`; `weight` [F, C] is read in place if its taps are apart, as in `tap_major`."""
         rows, tokens, width = x.shape
         kernel = weight.shape[1]
         x, tail, taps = _dense(x), tail.contiguous(), weight.t().contiguous()

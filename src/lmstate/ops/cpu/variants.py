@@ -25,7 +25,7 @@ def path_of(variant: str) -> Path:
 
 
 def built(variant: str) -> bool:
-    """Whether there is a library of this variant, and from the sources that lie here."""
+    """Whether there is a library of this variant, and from the sources that are here."""
     if not path_of(variant).exists():
         return False
     try:

@@ -36,14 +36,14 @@ def elements() -> dict[torch.dtype, Any]:
 
 
 def can_read(*stored: Stored) -> bool:
-    """Whether all of them lie in blocks of slabs that no gradient goes through, in a dtype the kernels multiply."""
+    """Whether all of them are in blocks of slabs that no gradient goes through, in a dtype the kernels multiply."""
     return all(
         isinstance(x, SlabTable) and x.dtype in elements() and x.width <= WIDEST and not x.requires_grad for x in stored
     )
 
 
 def can_read_latents(*stored: Stored) -> bool:
-    """Whether all of them lie in blocks of slabs, as in `can_read`, on a GPU with enough shared memory."""
+    """Whether all of them are in blocks of slabs, as in `can_read`, on a GPU with enough shared memory."""
     if any(x.width > WIDEST for x in stored if isinstance(x, SlabTable)):
         index = stored[0].device.index or 0
         if shared_bytes(index) < configs.LATENT_BYTES:
@@ -71,7 +71,7 @@ def attend_latent(
 
 
 def can_read_codes(kv: QuantizedKV, q: Tensor) -> bool:
-    """Whether keys and values lie in blocks of slabs as codes of 8 bits, a scale for each vector."""
+    """Whether keys and values are in blocks of slabs as codes of 8 bits, a scale for each vector."""
     width = q.shape[-1]
     slabs = all(isinstance(x, SlabTable) for x in kv.tensors)
     return (

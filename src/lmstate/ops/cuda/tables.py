@@ -27,9 +27,9 @@ class StepBuffers:
         self._hosts = [torch.zeros(size, dtype=torch.int64, pin_memory=self._real) for _ in range(2)]
         self._sent: list[torch.cuda.Event | None] = [None, None]
         self._written: list[list[NDArray[np.int64] | None]] = [[None] * buffers for _ in range(2)]
-        """The tables that lie in each array."""
+        """The tables that are in each array."""
         self._held: list[NDArray[np.int64] | None] = [None] * buffers
-        """The tables that lie on the device."""
+        """The tables that are on the device."""
         self._turn = 0
         self._mirror = torch.zeros(size, dtype=torch.int64, device=device)
         head, tables = self._mirror.split([self._head, size - self._head])

@@ -222,7 +222,7 @@ def _products_by_channel(kq: Tensor, log_decay: Tensor) -> Tensor:
     """
     size, dtype = kq.shape[-2], kq.dtype
     if size <= CHANNEL_BLOCK:
-        reach = _decay_between(log_decay, dtype) * kq[..., 0, None, :, :]  # [..., i, j, Dk]: k_j as it stands at i
+        reach = _decay_between(log_decay, dtype) * kq[..., 0, None, :, :]  # [..., i, j, Dk]: k_j as it is at i
         return (kq.movedim(-3, -2) @ reach.mT).movedim(-2, -3)
     halves = kq.unflatten(-2, (2, -1)).movedim(-3, -4)  # [..., 2 halves, 2, c/2, Dk]
     earlier, later = log_decay.unflatten(-2, (2, -1)).unbind(-3)  # [..., c/2, Dk]

@@ -50,7 +50,7 @@ def split(width: int, limit: int) -> list[tuple[int, int, int]]:
 def scan(decay: Tensor, update: Tensor, carry: Tensor) -> tuple[list[Tensor], Tensor]:
     """The states [R, n, ...] at each of the L positions of n consecutive chunks, and the last state of all.
 
-    decay, update [R, n, L, ...], carry [R, ...]; decays lie in [0, 1].
+    decay, update [R, n, L, ...], carry [R, ...]; decays are in [0, 1].
     """
     decays, updates = decay.unbind(2), update.unbind(2)
     before = carry[:, None]

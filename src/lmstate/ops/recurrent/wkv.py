@@ -45,7 +45,7 @@ def wkv(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor, carry: Carry, counts
     v, keys = blank(v.to(dtype), mask), blank(k, mask).double()
     kept = blank(decay.double().expand(keys.shape), mask)  # padding keeps all
     added = keys if mask is None else keys.masked_fill(mask[..., None], float("-inf"))  # and adds nothing
-    # Exponents are float64, where exp is the same wherever a number stands in a vector.
+    # Exponents are float64, where exp is the same wherever a number is in a vector.
     start = torch.where(den > 0, peak, NOTHING)
     peaks = running_peaks(kept, added, start)  # [R, T, F]
     before = torch.cat([start.double()[:, None], peaks[:, :-1]], 1)

@@ -1,4 +1,4 @@
-"""Stored vectors that lie in blocks of positions, as operations read and write them."""
+"""Stored vectors that are in blocks of positions, as operations read and write them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class RowBlocks(NamedTuple):
 
 
 class BlockTable:
-    """Keys, values, latents, codes or scales of R rows: position p of a row lies in place p % B of its block p // B.
+    """Keys, values, latents, codes or scales of R rows: position p of a row is in place p % B of its block p // B.
 
     It stands for a tensor `[R, K, S, D]`, S the positions that have a place in the table; native bodies read
     `pointers`, contiguous int64 `[R, S / B]`, instead.

@@ -35,7 +35,7 @@ class AttentionParams(NamedTuple):
 
     @property
     def reads_distance(self) -> bool:
-        """Whether scores depend on how far a key lies before its query."""
+        """Whether scores depend on how far a key is before its query."""
         return self.slopes is not None or self.biases is not None
 
     def softmax(
@@ -44,7 +44,7 @@ class AttentionParams(NamedTuple):
         """q `[R, H, T, D]`, k `[R, K, S, D]`, v `[R, K, S, Dv]` -> `[R, H, T, Dv]`.
 
         visible: bool `[R, 1, T, S]` or `[T, S]`, or, if `plain`, what is added to the scores; None: causal, the last
-        query sees all. distance: how far a key lies before a query, like `visible`; for slopes and biases.
+        query sees all. distance: how far a key is before a query, like `visible`; for slopes and biases.
         """
         tokens, stored = q.shape[2], k.shape[2]
         gqa = bool(q.shape[1] != k.shape[1])  # torch.compile may hold sizes as symbols, and SDPA takes no SymBool
@@ -132,7 +132,7 @@ class CausalMask(NamedTuple):
         return (stored >= 0) & (stored <= own) & ~self.expired(stored, own)
 
     def expired(self, stored: Tensor, own: Tensor) -> Tensor:
-        """Whether the stored positions are too old for a query that stands at `own`, and so for all later ones."""
+        """Whether the stored positions are too old for a query that is at `own`, and so for all later ones."""
         expired = torch.zeros((), dtype=torch.bool, device=stored.device)
         if self.window is not None:
             expired = expired | (stored <= own - self.window)

@@ -1,4 +1,4 @@
-"""Stored vectors that lie in blocks of slabs, on a device where each operation is a launch."""
+"""Stored vectors that are in blocks of slabs, on a device where each operation is a launch."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class SlabTable(BlockTable):
 
 
 class AddressTable(SlabTable):
-    """A table of addresses that lie on the device, for kernels of a recorded step: rows and blocks come later."""
+    """A table of addresses that are on the device, for kernels of a recorded step: rows and blocks come later."""
 
     def __init__(self, addresses: Tensor, heads: int, width: int, like: Tensor) -> None:
         """addresses: int64 `[R, entries]`, filled by the time that a kernel reads them."""

@@ -1,6 +1,6 @@
 """bfloat16 matrices in 12 bits a number, without losing any: decoding costs what it reads, and this is a quarter less.
 
-The upper byte of a weight, its sign and most of its exponent, takes few values: the weights of a layer lie within some
+The upper byte of a weight, its sign and most of its exponent, takes few values: the weights of a layer are within some
 powers of two. Fifteen of them, and 0, are a table that four bits point into; the lower byte is stored as it is. The few
 other weights, one in some thousands, follow with their places. (DFloat11, 2504.11651, saves a little more by a code of
 variable length, which would take a processor longer than its memory.)

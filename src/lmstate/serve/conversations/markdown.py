@@ -65,7 +65,7 @@ def _tokens(code: str, lexer: Lexer) -> Iterator[tuple[Any, str]]:
 
 
 def split_blocks(text: str) -> list[str]:
-    """The top-level blocks of a text in Markdown, as they stand in it."""
+    """The top-level blocks of a text in Markdown, as they are in it."""
     lines = [f"{line}\n" for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
     starts = [token.map[0] for token in _parser().parse(text) if token.level == 0 and token.nesting >= 0 and token.map]
     cuts = [0, *starts[1:], len(lines)] if starts else [0, len(lines)]

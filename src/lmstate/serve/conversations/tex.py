@@ -200,7 +200,7 @@ class _Reader:
         return found
 
     def _raw(self) -> str:
-        """The text of a group, as it stands there."""
+        """The text of a group, as it is there."""
         if self._next() != "{":
             return self._take()
         self._at += 1

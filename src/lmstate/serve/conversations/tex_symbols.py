@@ -31,7 +31,7 @@ longleftrightarrow ⟷ mapsto ↦ longmapsto ⟼ hookrightarrow ↪ hookleftarro
 Uparrow ⇑ Downarrow ⇓ nearrow ↗ searrow ↘ swarrow ↙ nwarrow ↖ rightleftharpoons ⇌ leftrightharpoons ⇋
 rightharpoonup ⇀ leftharpoonup ↼ twoheadrightarrow ↠ rightsquigarrow ⇝ leadsto ⇝ colon :
 """)
-# Their limits stand above and below where there is room.
+# Their limits are above and below where there is room.
 LARGE = _table("""
 sum ∑ prod ∏ coprod ∐ bigcup ⋃ bigcap ⋂ bigsqcup ⨆ bigvee ⋁ bigwedge ⋀ bigoplus ⨁ bigotimes ⨂ bigodot ⨀ biguplus ⨄
 """)
@@ -64,7 +64,7 @@ SPACES = {
     "qquad": "2em", "thinspace": "0.167em", "medspace": "0.222em", "thickspace": "0.278em", "enspace": "0.5em",
     "negthinspace": "-0.167em", "\n": "0.333em",
 }  # fmt: skip
-# The first letters of an alphabet: capital, small, digit; and letters that stand elsewhere.
+# The first letters of an alphabet: capital, small, digit; and letters that are elsewhere.
 ALPHABETS: dict[str, tuple[int, int, int, dict[str, str]]] = {
     "mathbf": (0x1D400, 0x1D41A, 0x1D7CE, {}),
     "boldsymbol": (0x1D468, 0x1D482, 0x1D7CE, {}),

@@ -23,7 +23,7 @@ class MessageNode:
     parent: str | None
     role: str  # user or assistant
     text: str = ""
-    pictures: list[str] = field(default_factory=list)  # the SHA-256 of each, which stands before the text
+    pictures: list[str] = field(default_factory=list)  # the SHA-256 of each, which is before the text
     reasoning: str = ""
     status: str = "done"  # running, done, stopped, length, failed
     error: str = ""

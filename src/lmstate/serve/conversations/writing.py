@@ -219,7 +219,7 @@ class AnswerWriter:
         return self.service.maker(prompt, ToolUse()).answers(1)[0]
 
     async def hold(self, conversation: Conversation, answer: MessageNode, media: Spans = ()) -> None:
-        """Let a session stand at the end of a branch: what going on from there needs then stays in memory.
+        """Let a session be at the end of a branch: what going on from there needs then stays in memory.
 
         `media`: the pictures among its tokens. Such a session has no messages: they would hold each picture once more.
         """
@@ -243,5 +243,5 @@ class AnswerWriter:
 
 
 def session_name(conversation: str, answer: str) -> str:
-    """The session that stands at the end of an answer, for those who look at `/v1/sessions`."""
+    """The session that is at the end of an answer, for those who look at `/v1/sessions`."""
     return f"{conversation}.{answer}"

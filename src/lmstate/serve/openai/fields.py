@@ -101,7 +101,7 @@ def _call(given: ChatCall, path: str) -> Call:
 def read_constraint(
     body: Generating, format: ResponseFormat | None, path: str = "response_format"
 ) -> Constraint | None:
-    """The grammar that an answer must fit: of the fields that local servers share, or of `format`, which stands at
+    """The grammar that an answer must fit: of the fields that local servers share, or of `format`, which is at
     `path` of the body."""
     shared = StructuredOutputs(
         json=body.guided_json,

@@ -36,7 +36,7 @@ class ToolFields(Protocol):
 def read_tool_use(body: ToolFields, *, wrapped: bool) -> ToolUse:
     """`tools`, `tool_choice` and `parallel_tool_calls`.
 
-    `wrapped`: in the protocol a tool's fields stand in an object of its kind (`function: {...}`), as in chat, not
+    `wrapped`: in the protocol a tool's fields are in an object of its kind (`function: {...}`), as in chat, not
     beside its type, as in responses. Either form is taken in both.
     """
     tools = read_tools(body.tools or (), wrapped)

@@ -60,7 +60,7 @@ class ToolFormat(ABC):
 class Rules:
     """A Lark grammar: `call` is the name of the rule of one call, `lines` define it.
 
-    Calls stand between `begin` and `end` and are parted by `between`, terms of Lark or empty. `trigger` is the marker
+    Calls are between `begin` and `end` and are parted by `between`, terms of Lark or empty. `trigger` is the marker
     that tells text from calls; where the whole answer is one or the other, `text` is the regular expression of text.
     """
 

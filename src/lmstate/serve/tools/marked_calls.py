@@ -1,4 +1,4 @@
-"""Formats whose calls stand between special tokens, the function's name apart from its JSON arguments."""
+"""Formats whose calls are between special tokens, the function's name apart from its JSON arguments."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ class SchemaRules:
 def argument_rules(
     tools: Sequence[Tool], notation: Notation, literal: Literal, equals: str
 ) -> tuple[list[str], list[str]]:
-    """(Lark rules of arguments, the name of each tool's rule); `equals` stands between a key and its value."""
+    """(Lark rules of arguments, the name of each tool's rule); `equals` is between a key and its value."""
     lines: list[str] = []
     names = []
     for index, tool in enumerate(tools):

@@ -40,7 +40,7 @@ class TaggedCalls(ToolFormat):
     parameter_end: str
     close: str  # after a name or a key: `>` or `">`
     several: bool = False  # whether one outer tag holds several calls
-    lines: bool = True  # whether a value stands on lines of its own
+    lines: bool = True  # whether a value is on lines of its own
     hints: tuple[str, ...] = ()
 
     @property

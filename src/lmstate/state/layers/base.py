@@ -133,7 +133,7 @@ class LayerState(ABC):
         return iter(())
 
     def nbytes_apart(self) -> int:
-        """Bytes that lie in no blocks, which others could share."""
+        """Bytes that are in no blocks, which others could share."""
         return self.nbytes()
 
     def nbytes_to_come(self) -> int:

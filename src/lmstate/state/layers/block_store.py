@@ -24,7 +24,7 @@ FIRST_ENTRIES = 8
 
 
 class BlockStore:
-    """Buffers `[R, *heads, S, D]` in blocks of `BLOCK_TOKENS` positions: position p of a row lies in its block p // B.
+    """Buffers `[R, *heads, S, D]` in blocks of `BLOCK_TOKENS` positions: position p of a row is in its block p // B.
 
     A step writes behind what is committed, so that to discard it is to give its blocks back. It never writes into a
     block that another one may hold: `reserve` gives the row a copy first. A window gives up the blocks in front of its
@@ -279,7 +279,7 @@ def _write_pointers(pointers: NDArray[np.int64], row: int, own: RowBlocks, first
 
 
 def _from(row: RowBlocks, low: int) -> RowBlocks:
-    """The row without the blocks that lie before position `low`."""
+    """The row without the blocks that are before position `low`."""
     first = max(low, 0) // BLOCK_TOKENS
     if low <= row.low:
         return row

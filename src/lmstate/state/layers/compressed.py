@@ -1,4 +1,4 @@
-"""The state of attention to a window and to compressed entries of all that lies before (DeepSeek-V4)."""
+"""The state of attention to a window and to compressed entries of all that is before (DeepSeek-V4)."""
 
 from __future__ import annotations
 

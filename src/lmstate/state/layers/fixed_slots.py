@@ -18,7 +18,7 @@ Buffers = dict[str, Tensor]
 
 
 class FixedSlots:
-    """Named buffers `[R, *heads, S, D]` of S slots: position p of a row lies in slot `p % S` of all of them.
+    """Named buffers `[R, *heads, S, D]` of S slots: position p of a row is in slot `p % S` of all of them.
 
     Without a window S is the capacity and nothing wraps; with one they are a ring that holds its span and a step. A
     row's slots hold the positions from `written_to[r] - S` on, where `written_to[r]` is the end of all that was ever

@@ -61,7 +61,7 @@ class LatentState(SlotState):
         ops.append(latent[:, :, None], rope_key[:, :, None], *held, step.starts_t, step.counts_t)
 
     def starts(self, step: Step) -> Tensor:
-        """int64 [R]: where the step's first tokens lie in what is stored."""
+        """int64 [R]: where the step's first tokens are in what is stored."""
         return step.starts_t
 
     def extent(self, step: Step) -> int:

@@ -120,7 +120,7 @@ class RecurrentState(LayerState):
         return outputs
 
     def single_scan_carry(self, step: Step) -> Carry | None:
-        """The carry that all of a step's inputs are scanned from at once; None where a checkpoint lies between them.
+        """The carry that all of a step's inputs are scanned from at once; None where a checkpoint is between them.
 
         The scan is then reported with `record`.
         """

@@ -1,4 +1,4 @@
-"""The stored positions of a row, which keys and values, or latents, lie in: the base of attention states."""
+"""The stored positions of a row, which keys and values, or latents, are in: the base of attention states."""
 
 from __future__ import annotations
 

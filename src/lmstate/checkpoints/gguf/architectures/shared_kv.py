@@ -47,7 +47,7 @@ def _gemma3n(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) 
         config["laurel_rank"] = low.shape[0]
     config["altup_num_inputs"] = metadata.int(f"{prefix}.altup.num_inputs", 2, 64)
     config["altup_active_idx"] = metadata.int(f"{prefix}.altup.active_idx", 0, 63)
-    # The file has by how many deviations the gates that count lie above their mean; minus infinity lets all count.
+    # The file has by how many deviations the gates that count are above their mean; minus infinity lets all count.
     scales = metadata.get(f"{prefix}.activation_sparsity_scale", [])
     if not isinstance(scales, list) or not all(isinstance(each, float) and not math.isnan(each) for each in scales):
         raise ModelError(f"{metadata.where} must have one number a layer in '{prefix}.activation_sparsity_scale'")

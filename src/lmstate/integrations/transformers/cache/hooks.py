@@ -1,6 +1,6 @@
 """Forward hooks, and wrappers around three methods of `generate`, that let a cache observe each call of its model.
 
-All are added to the one model and do nothing for calls with another cache. The wrappers stand before methods that
+All are added to the one model and do nothing for calls with another cache. The wrappers precede methods that
 `generate` calls, not before `generate` itself: in `model.generate(..., cache=StateCache(model))` Python has taken
 that from the model before the cache is made.
 """
@@ -227,7 +227,7 @@ def _join(earlier: list[ModelOutput], output: ModelOutput, kept: int | None) -> 
         output["hidden_states"] = tuple(torch.cat(layer, dim=1) for layer in layers)
 
 
-# ---- wrappers: under the names of the methods that they stand before, with the same parameters
+# ---- wrappers: under the names of the methods that they wrap, with the same parameters
 
 
 def _validate_model_kwargs(self: Any, model_kwargs: dict[str, Any]) -> None:

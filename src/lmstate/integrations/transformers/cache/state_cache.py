@@ -48,7 +48,7 @@ class StateCache(DynamicCache, hooks.ObservedCache):
     """The whole inference state of a model of transformers, exact under every way of moving about in it.
 
     `cache = StateCache(model)`, then `model(**inputs, past_key_values=cache)` or `model.generate(..., past_key_values=
-    cache)`; `cache=cache` since transformers 5.24. Keys and values lie in memory that doubles, so that no token copies
+    cache)`; `cache=cache` since transformers 5.24. Keys and values are in memory that doubles, so that no token copies
     those before it. Left padding, masks and positions stay the caller's business, as with `DynamicCache`.
 
     Going back (`rewind`, `crop`) is free for attention, and in sliding windows up to `rewind` tokens. A recurrent layer

@@ -36,5 +36,5 @@ class Transfers:
 
 
 def _device(layer: Any) -> Any:
-    """The device that a layer computes on, also while it lies elsewhere; None before its first token."""
+    """The device that a layer computes on, also while it is elsewhere; None before its first token."""
     return getattr(layer, "device", None)

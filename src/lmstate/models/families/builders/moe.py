@@ -52,7 +52,7 @@ def softmax_mixture(w: WeightLoader, prefix: str, shape: Dims, inner: int, *, no
 
 
 def qwen_feed_forward(w: WeightLoader, index: int, prefix: str, shape: Dims, *, normalize: bool) -> FeedForward:
-    """Dense or sparse; experts may lie beside one that every token goes through, weighed by a gate of its own.
+    """Dense or sparse; experts may be beside one that every token goes through, weighed by a gate of its own.
 
     `normalize`: the weights of the chosen, where the config does not say. Of a layer past the last, a prediction
     head's, the tensors say whether it is sparse.

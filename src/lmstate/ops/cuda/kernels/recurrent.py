@@ -111,7 +111,7 @@ def causal_conv(x, tail, weight, bias, counts, out, new_tail, width, channels, T
     for t in range(0, count):
         total = tl.zeros([SLICE], tl.float32)
         for tap in tl.static_range(0, TAPS):
-            at = t + tap - (TAPS - 1)  # the token that this tap reads; before 0 it lies in the tail
+            at = t + tap - (TAPS - 1)  # the token that this tap reads; before 0 it is in the tail
             token = (row * width + tl.maximum(at, 0)).to(tl.int64)
             new = tl.load(x + token * channels + c, mask=inside & (at >= 0), other=0.0)
             old = tl.load(base + tl.minimum(t + tap, TAPS - 2) * channels, mask=inside & (at < 0), other=0.0)

@@ -45,7 +45,7 @@ class CustomFields(Struct, kw_only=True):
 
 
 class ToolHead(Struct, kw_only=True):
-    """The kind of a tool, and its fields where they stand in an object of their own."""
+    """The kind of a tool, and its fields where they are in an object of their own."""
 
     type: str | None = None
     strict: bool | None = None

@@ -33,7 +33,7 @@ LOSS = "the slots of a policy that evicts"
 class EvictingState(KeyValueState):
     """Slots of keys and values in lists that are filled from the front, in no order; see `SlotStore`.
 
-    A step's tokens lie behind the filled slots, where a discard leaves them. The commit counts them as filled, and has
+    A step's tokens are behind the filled slots, where a discard leaves them. The commit counts them as filled, and has
     what the policy evicts moved to the undo log, from where a rewind inside the window brings it back. So attention
     reads a list as it reads a ring that has not wrapped, whose positions are the indices of slots. A step of several
     chunks, which is never speculative, evicts between them, in copies.

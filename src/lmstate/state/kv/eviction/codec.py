@@ -37,7 +37,7 @@ class Codec:
         return coded
 
     def decode(self, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values as they lie in the slots, transformed where the storage transforms them."""
+        """Keys and values as they are in the slots, transformed where the storage transforms them."""
         if self.bits is None:
             return stored["k"], stored["v"]
         k, v = (kv_format.decode(stored[name], stored[f"{name}.scale"], self.bits) for name in ("k", "v"))

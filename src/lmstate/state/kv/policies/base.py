@@ -22,7 +22,7 @@ from lmstate.state.validate import whole_number
 class Slots:
     """The slots that a policy decides on, of every row and kv head, once the rows hold `lengths` tokens.
 
-    Slots lie in no order; `positions` int32 `[R, K, S]` says whose each is. Only those where `alive` bool `[R, K, S]`
+    Slots are in no order; `positions` int32 `[R, K, S]` says whose each is. Only those where `alive` bool `[R, K, S]`
     count. `scores` float32 `[R, K, S]`: the sums of the attention that each slot has received (from every query since
     it was stored, averaged over the query heads of its group); zeros unless the policy `observes` attention.
     `queries` float32 `[R, W, H, D]`: the last W queries, rotated, the newest last, where the policy asks for them;

@@ -37,7 +37,7 @@ def new_layers(config: PretrainedConfig, rewind: int) -> list[Any]:
 
 
 def _looped(config: PretrainedConfig) -> list[int]:
-    """Layers that Dory runs again: a cache of later loops stands behind the others, in the order of the calls."""
+    """Layers that Dory runs again: a cache of later loops is behind the others, in the order of the calls."""
     if config.model_type != "dory" or config.recurrent_kv_cache_mode != "per_loop":
         return []
     first, loops = config.n_input_layers, config.n_recurrent_loops
