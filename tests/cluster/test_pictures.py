@@ -214,8 +214,9 @@ def test_an_answer_to_a_source_outlives_its_replica(case: str) -> None:
         ):
             with pytest.raises(ValueError, match=why):
                 Front.submit(cluster.front, **bad)
-        with pytest.raises(UnsupportedError, match="a server's requests have none"):
-            cluster.serve(lmstate.serve.Settings("tiny", port=0))
+        if not model.hears:
+            with pytest.raises(UnsupportedError, match="a server's requests have none"):
+                cluster.serve(lmstate.serve.Settings("tiny", port=0))
 
 
 def test_a_model_without_an_encoder_reads_no_source() -> None:

@@ -197,10 +197,10 @@ def test_keys_of_two_tenants_share_nothing() -> None:
     assert not {digest for _, digest in one.beginnings} & {digest for _, digest in other.beginnings}
 
 
-@pytest.mark.parametrize("field", ["session", "previous", "user"])
+@pytest.mark.parametrize("field", ["session", "previous", "source", "user"])
 def test_a_key_is_named_by_the_first_that_is_given(field: str) -> None:
-    given = {"session": "x", "previous": "x", "user": "x"}
-    for before in ("session", "previous", "user"):
+    given = {"session": "x", "previous": "x", "source": "x", "user": "x"}
+    for before in ("session", "previous", "source", "user"):
         if before == field:
             break
         del given[before]

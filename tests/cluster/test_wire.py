@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lmstate
+from lmstate.audio.speech import OneOf, SpeechGrammar
 from lmstate.cluster.handle import ReplicaLost, Work
 from lmstate.cluster.moving import MovingRequest
 from lmstate.cluster.replica import EngineReplica, ReplicaSpec
@@ -21,6 +22,7 @@ from lmstate.cluster.wire import (
     ERRORS,
     WireAnswer,
     WireNews,
+    WireOneOf,
     WireQuestion,
     WireView,
     WireWork,
@@ -35,6 +37,7 @@ from lmstate.engine import Drained, Engine, EngineClosed, QueueFull, SessionBusy
 from lmstate.engine.results import NoReplica, SessionMoved
 from lmstate.errors import RanksError, RewindError, UnsupportedError
 from lmstate.vision.reader import PicturePrompt
+from tests.audio.small import saved
 from tests.cluster.helpers import fleet
 from tests.cluster.test_front import GIVEN, check
 from tests.engine.test_batching import prompt
@@ -73,6 +76,50 @@ def test_a_request_comes_out_of_the_wire_as_it_went_in(prompt: Any, params: Any,
     told = unpack(pack(work_to_wire(work, [[1], [2]], "a", "b")), WireWork)
     assert work_of_wire(told, lambda lark: pytest.fail("no grammar was given")) == work
     assert (told.answered, told.to, told.id) == ([[1], [2]], "a", "b")
+
+
+def test_grammars_of_transcripts_come_out_of_the_wire(tmp_path: Path) -> None:
+    saved(tmp_path)
+    with Engine(lmstate.load(tmp_path, weights="float32")) as engine:
+        speech, served = engine.model.listener().speech, ServedEngine(engine, 0)
+        size = speech.vocab_size
+        for grammar, begun in (
+            (OneOf(size, [5, 9]), [9]),
+            (SpeechGrammar(speech, True), [speech.first_time, 70, speech.first_time + 3]),
+            (SpeechGrammar(speech, False), [70, 71]),
+        ):
+            work = Work("x", lmstate.SamplingParams(grammar=grammar))
+            told = unpack(pack(work_to_wire(work, [], "a", "b")), WireWork)
+            made = work_of_wire(told, served._compiled).params.grammar
+            assert made is not None
+            for token in [*begun, None]:
+                assert torch.equal(made.allowed(), grammar.allowed()) and made.complete == grammar.complete
+                for each in (made, grammar):
+                    if token is not None:
+                        each.accept(token)
+        for bad in ([size], [-1]):
+            with pytest.raises(ValueError, match="the grammar"):
+                served._compiled(WireOneOf(bad))
+    with pytest.raises(UnsupportedError, match="replicas take those that the server compiles"):
+        work_to_wire(Work("x", lmstate.SamplingParams(grammar=Anything())), [], "a", "b")
+
+
+class Anything:
+    """A grammar of this process."""
+
+    complete, ended = True, False
+
+    def allowed(self) -> None: ...
+
+    def accept(self, token: int) -> None: ...
+
+    def rollback(self, count: int) -> None: ...
+
+    def forced(self) -> tuple[int, ...]:
+        return ()
+
+    def copy(self) -> Anything:
+        return self
 
 
 @given(st.binary(max_size=200))

@@ -92,7 +92,7 @@ class SpeechGrammar:
     ended = False
 
     def __init__(self, speech: SpeechTokens, times: bool, tokens: Sequence[int] = ()) -> None:
-        self._speech, self._times, self._tokens = speech, times, list(tokens)
+        self._speech, self.times, self._tokens = speech, times, list(tokens)
         self._open = torch.ones(speech.vocab_size, dtype=torch.bool)
         self._open[list(speech.never)] = False
         if times:
@@ -102,13 +102,13 @@ class SpeechGrammar:
     def complete(self) -> bool:
         if self._tokens:
             return True
-        return not self._times and self._speech.end not in self._speech.never_first
+        return not self.times and self._speech.end not in self._speech.never_first
 
     def allowed(self) -> Tensor:
         speech, open = self._speech, self._open.clone()
         if not self._tokens:
             open[list(speech.never_first)] = False
-        if not self._times:
+        if not self.times:
             return open
         first, tokens = speech.first_time, self._tokens
         if not tokens:
@@ -137,14 +137,14 @@ class SpeechGrammar:
         return ()
 
     def copy(self) -> SpeechGrammar:
-        return SpeechGrammar(self._speech, self._times, self._tokens)
+        return SpeechGrammar(self._speech, self.times, self._tokens)
 
 
 class OneOf:
     """A `Grammar` of one token, which is one of some."""
 
     def __init__(self, vocab_size: int, ids: Collection[int], taken: int = 0) -> None:
-        self._vocab_size, self._ids, self._taken = vocab_size, tuple(ids), taken
+        self._vocab_size, self.ids, self._taken = vocab_size, tuple(ids), taken
 
     @property
     def complete(self) -> bool:
@@ -156,7 +156,7 @@ class OneOf:
 
     def allowed(self) -> Tensor:
         open = torch.zeros(self._vocab_size, dtype=torch.bool)
-        open[list(self._ids)] = True
+        open[list(self.ids)] = True
         return open
 
     def accept(self, token: int) -> None:
@@ -169,7 +169,7 @@ class OneOf:
         return ()
 
     def copy(self) -> OneOf:
-        return OneOf(self._vocab_size, self._ids, self._taken)
+        return OneOf(self._vocab_size, self.ids, self._taken)
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,7 @@ class EngineOptions:
         from lmstate.engine import Engine
         from lmstate.engine.options import default_rows, refuse_sources
 
-        if not model.hears:
-            refuse_sources(model)
+        refuse_sources(model)
         return Engine(
             model,
             rows=self.rows or default_rows(model.device),

@@ -27,6 +27,7 @@ from lmstate.generation.params import SamplingParams, sampling_params
 from lmstate.generation.prompts import are_messages
 from lmstate.generation.thinking import ThinkingFormat
 from lmstate.state import SourceFeatures
+from lmstate.state.sources import named as source_named
 from lmstate.text.replay import Replay
 from lmstate.vision.reader import PicturePrompt
 
@@ -129,7 +130,8 @@ class Front:
             if idempotency_key is not None:
                 raise ValueError("an idempotency_key was given; it is for turns of a session")
             told = self._read(prompt, salt)
-            ids, key = told.tokens, route_key(told.identities, tenant=salt)
+            source_name = None if told.source is None else str(source_named(told.source))
+            ids, key = told.tokens, route_key(told.identities, source=source_name, tenant=salt)
             refuse_sourceless(self.model, told)
             check_length(self.model, ids)
         else:

@@ -25,6 +25,7 @@ def route_key(
     *,
     session: str | None = None,
     previous: str | None = None,
+    source: str | None = None,
     user: str | None = None,
     tenant: str = "",
 ) -> RouteKey:
@@ -32,6 +33,7 @@ def route_key(
 
     session   the name of its session
     previous  the response or conversation that it follows
+    source    what its tokens read, in a model with an encoder: the encoding is the state that costs most
     user      its `prompt_cache_key`, or its user
     tenant    the owner of names and texts, the engines' `salt`: equal ones of two tenants have other keys
 
@@ -39,7 +41,7 @@ def route_key(
     """
     digests = list(beginnings(tokens, tenant))
     found = tuple(zip(ends(len(tokens)), digests))
-    for kind, name in (("session", session), ("previous", previous), ("user", user)):
+    for kind, name in (("session", session), ("previous", previous), ("source", source), ("user", user)):
         if name is not None:
             return RouteKey(_digest(tenant, kind, name), True, len(tokens), found)
     name = digests[0] if digests else _digest(tenant, "prompt", *map(int, tokens[:FINE]))

@@ -13,6 +13,7 @@ from time import monotonic
 from typing import Any
 from uuid import uuid4
 
+from lmstate.audio.speech import OneOf, SpeechGrammar
 from lmstate.cluster.handle import Told, Unreached, submitted
 from lmstate.cluster.parts import Uploads, WirePart, parts_of_file
 from lmstate.cluster.pictures import KeptPictures, PictureMissing, WirePicture, read_picture
@@ -20,10 +21,13 @@ from lmstate.cluster.wire import (
     WireAnswer,
     WireFacts,
     WireFile,
+    WireGrammar,
     WireNews,
     WireNote,
+    WireOneOf,
     WireQuestion,
     WireRecord,
+    WireSpeech,
     WireView,
     WireWork,
     error_to_wire,
@@ -38,6 +42,7 @@ from lmstate.engine.results import Completion, EngineClosed, Piece, hit_rate
 from lmstate.engine.session_record import Record
 from lmstate.errors import EmbeddingsGone, SnapshotError
 from lmstate.generation.grammar import Grammar
+from lmstate.state.validate import token_ids
 
 STALLED = 60.0  # seconds without a token, while there is work, after which an engine is taken for dead
 EARLY = 1000  # requests whose notes are kept before they come
@@ -86,7 +91,7 @@ class ServedEngine:
             WireFacts(
                 self.id, self.rank, os.getpid(), engine.namespace, engine.rows, model.fingerprint, model.config,
                 len(model.blocks), model.max_positions, model.context_size,
-                model.weight_totals, sorted(model.eos_ids), model.start_id, model.defaults,
+                model.weight_totals, sorted(model.eos_ids), model.start_id, model.hears, model.defaults,
             )
         )  # fmt: skip
 
@@ -127,8 +132,15 @@ class ServedEngine:
     def _submitted(self, told: WireWork) -> Request:
         return submitted(self.engine, work_of_wire(told, self._compiled, self._pictures.placed), told.answered)
 
-    def _compiled(self, lark: str) -> Grammar:
-        return self.engine.model.grammars.compile(lark, "grammar")
+    def _compiled(self, grammar: WireGrammar) -> Grammar:
+        model = self.engine.model
+        match grammar:
+            case WireOneOf():
+                size = model.config.vocab_size
+                return OneOf(size, token_ids(grammar.ids, "the grammar", size))
+            case WireSpeech():
+                return SpeechGrammar(model.listener().speech, grammar.times)
+        return model.grammars.compile(grammar, "grammar")
 
     async def note(self, told: bytes) -> bytes:
         """Do what a `WireNote` wishes, now or once its request is here."""

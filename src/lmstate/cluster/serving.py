@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
 from time import monotonic
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -79,10 +79,12 @@ class RemoteModel:
     weight_totals: WeightTotals
     eos_ids: frozenset[int]
     start_id: int | None
+    hears: bool
     defaults: dict[str, Any]
     _tokenizer: Tokenizer | None
     _folder: Path | None = None
     _pictures: PictureReader | None = None
+    _listener: Listener | None = None
     _grammars: GrammarCompiler | None = None
 
     @staticmethod
@@ -96,15 +98,22 @@ class RemoteModel:
             facts.weights,
             frozenset(facts.eos_ids),
             facts.start_id,
+            facts.hears,
             facts.defaults,
             files.tokenizer,
             files.folder,
         )
 
-    hears: ClassVar[bool] = False
-
     def listener(self) -> Listener:
-        raise UnsupportedError("sounds are read by a server without replicas: leave --replicas out")
+        """The maker of its features of sounds, opened with the first call: a front makes them on the CPU."""
+        with OPENING:
+            if self._listener is None:
+                if not self.hears:
+                    raise UnsupportedError(f"a sound was given, and a {self.config.family} model reads no sounds")
+                if self._folder is None:
+                    raise UnsupportedError("sounds are read by models of checkpoint folders")
+                self._listener = Listener.open(self._folder, self._tokenizer, self.config.vocab_size)
+            return self._listener
 
     @property
     def has_tokenizer(self) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import msgspec
 import torch
 
+from lmstate.audio.speech import OneOf, SpeechGrammar
 from lmstate.cluster.handle import ReplicaLost, Told, Unreached, Work
 from lmstate.cluster.pictures import PictureMissing
 from lmstate.engine.results import (
@@ -96,6 +97,22 @@ class WirePrompt(msgspec.Struct, frozen=True):
         return PicturePrompt(self.ids, media, self.seconds, source if self.sound is None else self.sound.read())
 
 
+class WireOneOf(msgspec.Struct, frozen=True, tag="one_of"):
+    """The grammar of one token, which is one of these."""
+
+    ids: list[int]
+
+
+class WireSpeech(msgspec.Struct, frozen=True, tag="speech"):
+    """The grammar of a transcript, with times or without."""
+
+    times: bool
+
+
+WireGrammar: TypeAlias = str | WireOneOf | WireSpeech
+"""A grammar as another process can make it again: a text in Lark, or one of those of transcripts."""
+
+
 class WireWork(msgspec.Struct, frozen=True):
     """A request for a replica. Its prompt is one of `text`, `prompt` and `messages`."""
 
@@ -106,7 +123,7 @@ class WireWork(msgspec.Struct, frozen=True):
     text: str | None = None
     prompt: WirePrompt | None = None
     messages: list[dict[str, Any]] | None = None
-    grammar: str | None = None
+    grammar: WireGrammar | None = None
     priority: int = 0
     deadline: float | None = None
     itl: float | None = None
@@ -198,6 +215,7 @@ class WireFacts(msgspec.Struct, frozen=True):
     weights: WeightTotals
     eos_ids: list[int]
     start_id: int | None
+    hears: bool
     defaults: dict[str, Any]
 
 
@@ -240,10 +258,6 @@ def unpack(told: bytes, kind: type[Message]) -> Message:
 def work_to_wire(work: Work, answered: list[list[int]], to: str, id: str) -> WireWork:
     """Raises UnsupportedError for a grammar that is an object of this process."""
     params, grammar = work.params, work.params.grammar
-    if not isinstance(grammar, WrittenGrammar | str | None):
-        raise UnsupportedError(
-            f"the grammar {grammar!r:.80} was given to a front; replicas take those that the server compiles, from text"
-        )
     told = {
         field.name: value
         for field in fields(params)
@@ -262,14 +276,27 @@ def work_to_wire(work: Work, answered: list[list[int]], to: str, id: str) -> Wir
         prompt if isinstance(prompt, str) else None,
         WirePrompt.of(prompt) if isinstance(prompt, PicturePrompt) else None,
         prompt if isinstance(prompt, list) else None,
-        grammar.lark if isinstance(grammar, WrittenGrammar) else None,
+        None if isinstance(grammar, str | None) else _grammar_to_wire(grammar),
         work.priority, work.deadline, work.itl, work.session, work.key, work.salt, work.sender,
     )  # fmt: skip
 
 
+def _grammar_to_wire(grammar: Grammar) -> WireGrammar:
+    match grammar:
+        case WrittenGrammar():
+            return grammar.lark
+        case OneOf():
+            return WireOneOf(list(grammar.ids))
+        case SpeechGrammar():
+            return WireSpeech(grammar.times)
+    raise UnsupportedError(
+        f"the grammar {grammar!r:.80} was given to a front; replicas take those that the server compiles, from text"
+    )
+
+
 def work_of_wire(
     told: WireWork,
-    compiled: Callable[[str], Grammar],
+    compiled: Callable[[WireGrammar], Grammar],
     placed: Callable[[Sequence[MediaSpan]], tuple[MediaSpan, ...]] = tuple,
 ) -> Work:
     """Inverse of `work_to_wire`. Raises ValueError and TypeError for parameters that are out of range or unknown.

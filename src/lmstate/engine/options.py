@@ -61,8 +61,8 @@ def read_sourced(model: ServingModel, source: Any, prompt: Any) -> PicturePrompt
 
 
 def refuse_sources(model: ServingModel) -> None:
-    """Raise UnsupportedError for a model with an encoder, where requests have no sources."""
-    if model.start_id is not None:
+    """Raise UnsupportedError for a model whose tokens read a text, where requests have no such sources."""
+    if model.start_id is not None and not model.hears:
         raise UnsupportedError(
             f"a server was asked for with a {model.config.family} model, whose tokens read a source, and a server's "
             "requests have none: use lmstate generate --source, or Engine.submit(source=...)"
