@@ -1,7 +1,10 @@
 """A.X-K2: the latent attention to chosen positions of DeepSeek-V3.2, with gates on its outputs, behind gated norms.
 
+x = embed(tokens)
 x = x + attention(gated norm(x))
 x = x + experts(gated norm(x))      # dense layers: a plain norm
+logits = head(norm(x))
+
 gated norm(x) = y * sigmoid(up(silu(down(y)))),  y = norm(x)
 """
 

@@ -1,6 +1,8 @@
 """Beam: gated attention, windows, experts in groups, and a stream that each part moves by ever less.
 
-x_n = sqrt((n - 1) / n) * x_(n-1) + sqrt(1 / n) * norm(part(norm(x_(n-1))))
+x_1 = embed(tokens)
+x_n = sqrt((n - 1) / n) * x_(n-1) + sqrt(1 / n) * norm(part(norm(x_(n-1))))    # n from 2
+logits = head(norm(x_n))
 
 The stream here is sqrt(n) times that one, to which parts are added whole; norms before a part make up for it in the
 number that they add. Layers without a window know no positions; their queries grow with the length of the text.

@@ -1,7 +1,9 @@
 """DeepSeekMoE (2401.06066): Llama's attention, and fine-grained experts beside shared ones; DeepSeek-OCR 2's text part.
 
+x = embed(tokens)
 x = x + attention(norm(x))
 x = x + sum over chosen e: g_e * expert_e(y) + shared(y)   # y = norm(x); the first layers are dense
+logits = head(norm(x))
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """MiniMax-M3: attention to blocks of positions that an index chooses, and experts beside one that is always used.
 
+x = embed(tokens)
 x = x + attention(norm(x))
 x = x + scale * sum over chosen e: g_e * expert_e(y) + shared(y)   # y = norm(x); some layers are dense
+logits = head(norm(x))
 """
 
 from __future__ import annotations

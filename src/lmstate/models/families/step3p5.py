@@ -1,7 +1,9 @@
 """Step 3.5 and 3.7 Flash (StepFun): gated attention, more heads where there is a window, and experts that are clamped.
 
+x = embed(tokens)
 x = x + out(sigmoid(gate(y)) * attention(y))     # y = norm(x); a gate of one number a head
 x = x + scale * sum over chosen e: g_e * expert_e(z) + shared(z)   # z = norm(x); the first layers are dense
+logits = head(norm(x))
 
 In the layers that have a limit, `down(min(silu(gate z), limit) * clamp(up z, -limit, limit))`.
 """
