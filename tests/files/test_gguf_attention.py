@@ -89,8 +89,8 @@ def loaded(path: Path, arch: str, values: dict[str, Any], tensors: dict[str, Any
     return build(WeightLoader(open_source(write(path / "model.gguf", arch, values, tensors)), kind))
 
 
-def same(ours: lmstate.Model, theirs: Any, bound: float = 1e-4) -> None:
-    ids = text(100, rows=2)
+def same(ours: lmstate.Model, theirs: Any, bound: float = 1e-4, length: int = 100) -> None:
+    ids = text(length, rows=2)
     with torch.no_grad():
         expected = theirs(ids).logits
     assert expected.std() > 0.1

@@ -121,6 +121,59 @@ FILES: dict[str, File] = {
          "swiglu_clamp_exp": [0.0, 0.05, 0.0, 0.0], "swiglu_clamp_shexp": [0.0, 0.04, 0.06, 0.0]},
         names={"self_attn.g_proj": "attn_gate"},
     ),
+    "bailingmoe": File(  # as Granite's: a softmax over the chosen, and a shared part
+        ("GraniteMoeSharedConfig", {"attention_multiplier": 8**-0.5, "intermediate_size": 24, "num_local_experts": 6,
+                                    "num_experts_per_tok": 2, "shared_intermediate_size": 48}),
+        {"leading_dense_block_count": 0, "expert_shared_count": 2, "expert_weights_scale": 1.0,
+         "expert_weights_norm": True, "expert_feed_forward_length": 24, "feed_forward_length": 80}, paired=True,
+    ),
+    "codeshell": File(
+        ("Starcoder2Config", {"sliding_window": None, "tie_word_embeddings": False, "hidden_act": "gelu_pytorch_tanh"}),
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 1.0}, fused=True,
+    ),
+    "cohere2moe": File(
+        ("Cohere2MoeConfig", {"head_dim": 16, "intermediate_size": 24, "num_experts": 5, "num_experts_per_tok": 2,
+                              "num_shared_experts": 2, "sliding_window": 14, "num_hidden_layers": 5, "logit_scale": 0.5,
+                              "first_k_dense_replace": 1, "prefix_dense_intermediate_size": 64, "layer_norm_eps": 1e-5,
+                              "expert_selection_fn": "sigmoid", "tie_word_embeddings": True}),
+        {"attention.sliding_window": 14, "attention.sliding_window_pattern": [False, True, True, True, False],
+         "logit_scale": 0.5, "leading_dense_block_count": 1, "expert_feed_forward_length": 24, "expert_gating_func": 2,
+         "feed_forward_length": 64, "expert_shared_count": 2, "expert_weights_norm": True},
+    ),
+    "cohere2moe-rms": File(
+        ("Cohere2MoeConfig", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 3, "num_shared_experts": 0,
+                              "layer_types": [S, F, F], "mlp_layer_types": ["sparse"] * 3, "rms_norm_eps": 1e-6,
+                              "sliding_window": 33, "logit_scale": 1.0, "norm_topk_prob": False,
+                              "expert_selection_fn": "sigmoid", "tie_word_embeddings": False}),
+        {"attention.sliding_window": 33, "attention.sliding_window_pattern": [True, False, False], "logit_scale": 1.0,
+         "leading_dense_block_count": 0, "expert_feed_forward_length": 80, "attention.layer_norm_epsilon": None,
+         "attention.layer_norm_rms_epsilon": 1e-6},
+    ),
+    "deepseek2-ocr": File(
+        "deepseek_ocr2", {"leading_dense_block_count": 1, "expert_shared_count": 2, "rope.dimension_count": 0,
+                          "expert_weights_scale": 1.5},
+    ),
+    "granite_swa": File(
+        ("GraniteSWAConfig", {**GRANITE_MODEL, "sliding_window": 14, "layer_types": [S, F, S],
+                              "layer_rope_theta": [10000.0, 0, 10000.0], "attention_bias": True, "mlp_bias": True}),
+        {**GRANITE, "attention.sliding_window": 14, "attention.sliding_window_pattern": [True, False, True],
+         "attention.rope_pattern": [True, False, True]},
+        paired=True, names={"self_attn.sinks": "attn_sinks"},
+    ),
+    "granite_swa-shared": File(
+        ("GraniteMoeSWAConfig", {**GRANITE_MODEL, "sliding_window": 14, "layer_types": [F, S, S],
+                                 "num_local_experts": 4, "num_experts_per_tok": 3, "shared_intermediate_size": 40}),
+        {**GRANITE, "attention.sliding_window": 14, "attention.sliding_window_pattern": [False, True, True],
+         "expert_shared_feed_forward_length": 40}, paired=True, names={"self_attn.sinks": "attn_sinks"},
+    ),
+    "hy_v3": File(
+        ("HYV3Config", {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                        "num_shared_experts": 2, "router_scaling_factor": 1.5,
+                        "mlp_layer_types": ["dense", "sparse", "sparse"]}),
+        {"expert_shared_feed_forward_length": 48, "expert_weights_scale": 1.5, "expert_weights_norm": True,
+         "block_count": 4, "nextn_predict_layers": 1},
+    ),
+    "maincoder": File(("HunYuanDenseV1Config", {"head_dim": 16}), {"rope.dimension_count": 16}, paired=True),
     "dbrx": File("dbrx", {"attention.clamp_kqv": 0.7, "attention.head_count_kv": 2, "feed_forward_length": 24}),
     "granitemoe": File(
         ("GraniteMoeConfig", {**GRANITE_MODEL, "num_local_experts": 5, "num_experts_per_tok": 2}), GRANITE, paired=True
@@ -277,9 +330,11 @@ def changed(arch: str, config: Any, full: str, tensor: Tensor, file: File) -> It
     """A tensor as the converter writes it, under names that end in weight or bias; some become several."""
     layer = ".".join(full.split(".")[:3])
     blk = f"blk.{full.split('.')[2]}" if full.count(".") > 2 else ""
-    if file.paired and full.endswith(("q_proj.weight", "k_proj.weight")):
+    if file.paired and re.search(r"\.[qk]_proj\.", full):
         heads = config.num_attention_heads if "q_proj" in full else config.num_key_value_heads
-        yield full, tensor.reshape(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+        yield full, tensor.reshape(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+    elif arch == "maincoder" and full.endswith(("query_layernorm.weight", "key_layernorm.weight")):
+        yield full, tensor.view(2, -1).T.flatten()
     elif "query_key_value" in full and arch == "bloom":
         parted = tensor.unflatten(0, (config.num_attention_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
         yield full, parted
@@ -293,7 +348,7 @@ def changed(arch: str, config: Any, full: str, tensor: Tensor, file: File) -> It
     elif full.endswith("experts.down_proj"):
         yield f"{blk}.ffn_down_exps.weight", tensor.mT if arch == "llama4" else tensor
     elif full.endswith("e_score_correction_bias"):
-        yield f"{blk}.exp_probs_b.bias", tensor
+        yield f"{blk}.exp_probs_b{'' if arch == 'hy_v3' else '.bias'}", tensor
     elif full.endswith("kv_b_proj.weight") and arch != "minicpm3":
         value, key = config.v_head_dim, config.qk_nope_head_dim
         keys, values = tensor.view(-1, key + value, tensor.shape[-1]).split([key, value], dim=1)
@@ -311,6 +366,8 @@ def changed(arch: str, config: Any, full: str, tensor: Tensor, file: File) -> It
         yield full, tensor.transpose(0, 1)[None]  # [1, 1, F, C] in numpy's order
     elif full.endswith(("sinks", "attention_sink_bias")):
         yield f"{full}.weight", tensor
+    elif ".shared_mlp.input_linear" in full and arch == "granite_swa":
+        yield f"{blk}.ffn_up_shexp.weight", tensor
     elif ".shared_mlp.input_linear" in full or ".block_sparse_moe.input_linear" in full:
         end = "shexp" if "shared_mlp" in full else "exps"
         yield from ((f"{blk}.ffn_{part}_{end}.weight", half) for part, half in zip(("gate", "up"), tensor.chunk(2, -2)))
@@ -336,7 +393,7 @@ def model_of(file: File) -> Any:
 
 @pytest.mark.parametrize("case", FILES)
 def test_a_renamed_model_from_gguf(case: str, tmp_path: Path) -> None:
-    arch, file = case.removesuffix("-apart").removesuffix("-silent").removesuffix("-shared"), FILES[case]
+    arch, file = re.sub("-(apart|silent|shared|rms)$", "", case), FILES[case]
     theirs = model_of(file)
     values, tensors = metadata(arch, theirs.config, file), converted(arch, theirs, file)
     same(loaded(tmp_path, arch, values, tensors), theirs)

@@ -90,11 +90,14 @@ class Architecture:
 
     `layer`: GGUF name inside a block -> Hugging Face name inside a layer, without `.weight`/`.bias`. `{expert}` in it
     stands for each expert of a tensor, `{qkv}` for q, k and v, which the tensor holds one after the other.
-    `paired`: the converter reordered rows of q and k from halves to neighboring pairs, for ggml's rope.
+    `paired`: rows of q and k lie in neighboring pairs, as ggml's rope takes them; `paired_norms`: so do the weights of
+    heads' norms.
     `whole`: the same as `layer` for names whose endings differ, with them. `outside`: the tensors outside of blocks.
     `layers`: what comes before a layer's number. `changed`: end of a Hugging Face name -> what the converter changed.
     `tiled`: the same -> what of it is in the order of `HeadTiling`, in models with fewer key than value heads.
     `eps`: what the config calls the number that norms add; that of layer norms has a key of its own in the file.
+    `either_norm`: norms are RMS norms where the file has their key alone.
+    `whole_rope`: all of a head rotates, whatever the file says.
     `hybrid`: not every layer has attention or a feed-forward part; their counts may be 0.
     `varied`: they differ from layer to layer, which `extra` sorts out.
     `also`: the other model types that `extra` may make of it.
@@ -105,6 +108,7 @@ class Architecture:
     class_name: str
     layer: dict[str, str] = field(default_factory=lambda: STANDARD)
     paired: bool = False
+    paired_norms: bool = False
     extra: Extra | None = None
     whole: dict[str, str] = field(default_factory=dict)
     outside: dict[str, str] = field(default_factory=lambda: OUTSIDE)
@@ -112,6 +116,8 @@ class Architecture:
     changed: dict[str, Change] = field(default_factory=dict)
     tiled: dict[str, Spans] = field(default_factory=dict)
     eps: str = "rms_norm_eps"
+    either_norm: bool = False
+    whole_rope: bool = False
     hybrid: bool = False
     varied: bool = False
     also: tuple[str, ...] = ()

@@ -27,6 +27,7 @@ from lmstate.checkpoints.gguf.architecture import (
     HeadTiling,
     TensorLocation,
 )
+from lmstate.checkpoints.gguf.architectures.chosen import CHOSEN
 from lmstate.checkpoints.gguf.architectures.delta import DELTAS
 from lmstate.checkpoints.gguf.architectures.dense import DENSE
 from lmstate.checkpoints.gguf.architectures.latent import LATENTS
@@ -127,6 +128,7 @@ ARCHITECTURES = {
     **LLAMA_LIKE,
     **SPARSER,
     **LATENTS,
+    **CHOSEN,
 }
 
 
@@ -166,7 +168,7 @@ def config_of(contents: GgufContents, rope_factors: dict[str, list[float]], wher
         ),
         "head_dim": metadata.int(f"{prefix}.attention.key_length", 1, MOST_WIDTH, default=hidden // max(heads, 1)),
         "hidden_act": "silu",
-        arch.eps: metadata.float(f"{prefix}.attention.{_eps_key(arch)}", 0.0, 1.0),
+        **_eps(arch, metadata, prefix),
         "max_position_embeddings": metadata.int(f"{prefix}.context_length", 1),
         "vocab_size": embedding[0],
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -174,8 +176,9 @@ def config_of(contents: GgufContents, rope_factors: dict[str, list[float]], wher
     }
     if not config["head_dim"]:
         raise ModelError(f"{where}: {heads} heads cannot share a width of {hidden}")
-    rotated = metadata.int(f"{prefix}.rope.dimension_count", 1, MOST_WIDTH, default=config["head_dim"])
-    config["partial_rotary_factor"] = rotated / config["head_dim"]
+    if not arch.whole_rope:
+        rotated = metadata.int(f"{prefix}.rope.dimension_count", 1, MOST_WIDTH, default=config["head_dim"])
+        config["partial_rotary_factor"] = rotated / config["head_dim"]
     scaling = _rope_scaling(metadata, prefix, config, rope_factors)
     if scaling is not None:
         config["rope_scaling"] = scaling
@@ -188,8 +191,11 @@ def config_of(contents: GgufContents, rope_factors: dict[str, list[float]], wher
     return config
 
 
-def _eps_key(arch: Architecture) -> str:
-    return "layer_norm_rms_epsilon" if arch.eps == "rms_norm_eps" else "layer_norm_epsilon"
+def _eps(arch: Architecture, metadata: Config, prefix: str) -> dict[str, float]:
+    rms, layer = (f"{prefix}.attention.layer_norm{kind}_epsilon" for kind in ("_rms", ""))
+    if arch.eps == "rms_norm_eps" or (arch.either_norm and layer not in metadata):
+        return {"rms_norm_eps": metadata.float(rms, 0.0, 1.0)}
+    return {arch.eps: metadata.float(layer, 0.0, 1.0)}
 
 
 def _of_layers(metadata: Config, name: str, layers: int, default: int | None, least: int, varied: bool) -> int:
@@ -290,6 +296,8 @@ def _located(
         yield from _qkv(full, name, place, config, where)
         return
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]} if arch.paired else {}
+    if arch.paired_norms:
+        heads |= {"attn_q_norm": 1, "attn_k_norm": 1}
     paired = heads.get(match[3])
     if paired is not None and (not paired or place.shape[0] % (2 * paired)):
         raise ModelError(f"{where}: tensor {name!r} has {place.shape[0]} rows, which {paired} heads cannot share")

@@ -83,7 +83,8 @@ class GgufSource:
         place, shape, offset = located.place, located.stored_shape, located.start
         form = FORMATS[place.format]
         if form.dtype is not None:
-            numbers: Tensor | GroupedQuant = self._files[place.part].tensor(offset, shape, form.dtype)
+            plain = self._files[place.part].tensor(offset, shape, form.dtype)
+            numbers: Tensor | GroupedQuant = plain.float() if form.dtype is torch.int32 else plain
         else:
             blocks = shape[-1] // form.numbers
             raw = self._files[place.part].tensor(offset, (*shape[:-1], blocks * form.nbytes), torch.uint8)

@@ -65,6 +65,7 @@ def build(w: WeightLoader) -> Model:
     kinds, sparse = _kinds(config, shape.layers), b.sparse_layers(config, shape.layers)
     normed = b.rms_norms(w, shape)
     ropes: dict[tuple[str, int], Rope] = {}
+    rescaled = config.bool("apply_mla_qkv_lora_rescale", default=True)  # GGUF has the scale in the norms
 
     def mixer(index: int, prefix: str) -> MultiHeadLatentAttention:
         kind = kinds[index]
@@ -83,8 +84,8 @@ def build(w: WeightLoader) -> Model:
         assert made.q_norm is not None
         return replace(
             made,
-            q_norm=_scaled(made.q_norm, shape.hidden),
-            latent_norm=_scaled(made.latent_norm, shape.hidden),
+            q_norm=_scaled(made.q_norm, shape.hidden) if rescaled else made.q_norm,
+            latent_norm=_scaled(made.latent_norm, shape.hidden) if rescaled else made.latent_norm,
             rope_key_norm=b.norm(w, f"{prefix}.k_rope_only_layernorm.weight", rope_dim, shape.eps),
             window=config.int("sliding_window", low=1) if kind == SLIDING else None,
             index=found,

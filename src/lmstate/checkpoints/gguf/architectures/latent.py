@@ -1,5 +1,4 @@
-"""Latent attention in GGUF beside DeepSeek's: Mistral 4, MiniCPM 3, GLM-5 with its index of positions, and the delta
-rule's neighbor in two hybrids."""
+"""Latent attention in GGUF beside DeepSeek's: Mistral 4, MiniCPM 3, and the delta rule's neighbor in two hybrids."""
 
 from __future__ import annotations
 
@@ -27,10 +26,6 @@ LATENT = {
         "kv_a_norm": "kv_a_layernorm", "kv_b": "kv_b_proj", "k_b": "k_b_proj", "v_b": "v_b_proj",
     }.items()
 }  # fmt: skip
-INDEX = {
-    f"indexer.{ours}": f"self_attn.indexer.{theirs}"
-    for ours, theirs in {"k_norm": "k_norm", "proj": "weights_proj", "attn_k": "wk", "attn_q_b": "wq_b"}.items()
-}
 DELTA = {
     **{f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"},
     "ssm_beta": "self_attn.b_proj",
@@ -63,23 +58,6 @@ def _minicpm3(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors)
         "kv_lora_rank": metadata.int(f"{prefix}.attention.kv_lora_rank", 1, MOST_WIDTH),
         "q_lora_rank": metadata.int(f"{prefix}.attention.q_lora_rank", 1, MOST_WIDTH, default=None),
         "head_dim": rope_dim,
-    }
-
-
-def _glm_dsa(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
-    """Sizes of the index, and the layers that have one; heads that draft count as blocks."""
-    deepseek2(metadata, prefix, config, tensors)
-    drafts = metadata.int(f"{prefix}.nextn_predict_layers", 0, config["num_hidden_layers"] - 1, default=0)
-    layers, chooses = config["num_hidden_layers"] - drafts, set(layers_with("indexer.attn_k.weight", tensors))
-    config |= {
-        "model_type": "glm_moe_dsa",
-        "architectures": ["GlmMoeDsaForCausalLM"],
-        "num_hidden_layers": layers,
-        "num_nextn_predict_layers": drafts,
-        "index_n_heads": metadata.int(f"{prefix}.attention.indexer.head_count", 1, MOST_WIDTH),
-        "index_head_dim": metadata.int(f"{prefix}.attention.indexer.key_length", 1, MOST_WIDTH),
-        "index_topk": metadata.int(f"{prefix}.attention.indexer.top_k", 1),
-        "indexer_types": ["full" if layer in chooses else "shared" for layer in range(layers)],
     }
 
 
@@ -137,13 +115,6 @@ LATENTS = {
         whole={**CORRECTION, **DELTA_WHOLE},
         changed={**CONVOLUTIONS, "A_log": "rate"},
         hybrid=True,
-    ),
-    "glm-dsa": Architecture(
-        "glm_moe_dsa",
-        "GlmMoeDsaForCausalLM",
-        {**DEEPSEEK2.layer, **NEXTN, **INDEX},
-        extra=_glm_dsa,
-        whole=DEEPSEEK2.whole,
     ),
     "kimi-linear": Architecture(
         "kimi_linear",

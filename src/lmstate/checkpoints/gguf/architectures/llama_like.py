@@ -11,7 +11,7 @@ from lmstate.checkpoints.gguf.architecture import (
     HFConfig,
     Tensors,
 )
-from lmstate.checkpoints.gguf.architectures.dense import BIASED_NORM, UNGATED, bias_flags, relu2
+from lmstate.checkpoints.gguf.architectures.dense import BIASED_NORM, HUNYUAN, UNGATED, bias_flags, relu2
 from lmstate.checkpoints.gguf.architectures.older import GPT2, gpt2
 
 FUSED = {"attn_qkv": "self_attn.{qkv}_proj"}
@@ -50,6 +50,10 @@ def _minicpm(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) 
     }
 
 
+def _codeshell(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    config |= {"hidden_act": "gelu_pytorch_tanh", "use_bias": True, "sliding_window": None}
+
+
 def _starcoder(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     gpt2(metadata, prefix, config, tensors)
     config |= {"multi_query": config["num_key_value_heads"] == 1, "activation_function": "gelu_pytorch_tanh"}
@@ -62,6 +66,14 @@ LLAMA_LIKE = {
         "GlmForCausalLM",
         {**ATTENTION, **PRE_NORMS, **FUSED, "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},
         extra=_chatglm,
+    ),
+    "codeshell": Architecture(
+        "starcoder2",
+        "Starcoder2ForCausalLM",
+        {**ATTENTION, **PRE_NORMS, **FUSED, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        extra=_codeshell,
+        outside=BIASED_NORM,
+        eps="norm_epsilon",
     ),
     "exaone": Architecture(
         "exaone",
@@ -90,6 +102,9 @@ LLAMA_LIKE = {
         extra=relu2,
         outside=BIASED_NORM,
         eps="layer_norm_eps",
+    ),
+    "maincoder": Architecture(
+        "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", HUNYUAN, paired=True, paired_norms=True, extra=bias_flags
     ),
     "minicpm": Architecture("granite", "GraniteForCausalLM", paired=True, extra=_minicpm),
     "orion": Architecture("stablelm", "StableLmForCausalLM", extra=_orion, outside=BIASED_NORM, eps="layer_norm_eps"),

@@ -86,6 +86,20 @@ def deepseek_experts(metadata: Config, prefix: str, config: HFConfig, tensors: T
     }
 
 
+def _hy_v3(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    deepseek_experts(metadata, prefix, config, tensors)
+    width = config["moe_intermediate_size"]
+    common = metadata.int(f"{prefix}.expert_shared_feed_forward_length", 1, MOST_WIDTH, default=width)
+    config |= {
+        "num_shared_experts": max(common // width, 1),
+        "router_scaling_factor": config["routed_scaling_factor"],
+        "mlp_layer_types": [
+            "sparse" if f"blk.{layer}.ffn_gate_inp.weight" in tensors else "dense"
+            for layer in range(config["num_hidden_layers"])
+        ],
+    }
+
+
 def _deepseek(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     deepseek_experts(metadata, prefix, config, tensors)
     config["norm_topk_prob"] = False
@@ -150,7 +164,16 @@ MIXTURES = {
         extra=_bailing2,
         whole=CORRECTION,
     ),
+    "bailingmoe": Architecture("deepseek", "DeepseekForCausalLM", DEEPSEEK, paired=True, extra=deepseek_experts),
     "deepseek": Architecture("deepseek", "DeepseekForCausalLM", DEEPSEEK, paired=True, extra=_deepseek),
+    "deepseek2-ocr": Architecture("deepseek", "DeepseekForCausalLM", DEEPSEEK, extra=_deepseek, whole_rope=True),
+    "hy_v3": Architecture(
+        "hy_v3",
+        "HYV3ForCausalLM",
+        DEEPSEEK,
+        extra=_hy_v3,
+        whole=dict.fromkeys(("exp_probs_b", "exp_probs_b.bias"), "mlp.e_score_correction_bias"),
+    ),
     "afmoe": Architecture(
         "afmoe",
         "AfmoeForCausalLM",

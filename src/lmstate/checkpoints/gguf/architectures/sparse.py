@@ -72,6 +72,57 @@ def _llama4(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -
     }
 
 
+def _cohere2_moe(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    """Heads for multi-token prediction count as blocks. Shared experts are averaged with the routed ones."""
+    blocks, dense = config["num_hidden_layers"], config["intermediate_size"]
+    drafts = metadata.int(f"{prefix}.nextn_predict_layers", 0, blocks - 1, default=0)
+    layers = config["num_hidden_layers"] = blocks - drafts
+    experts(metadata, prefix, config, tensors)
+    _window(metadata, prefix, config, tensors)
+    config |= {
+        "num_nextn_predict_layers": drafts,
+        "intermediate_size": config["moe_intermediate_size"],
+        "prefix_dense_intermediate_size": dense,
+        "num_shared_experts": metadata.int(f"{prefix}.expert_shared_count", 0, 1024, default=0),
+        "mlp_layer_types": [
+            "sparse" if f"blk.{layer}.ffn_gate_inp.weight" in tensors else "dense" for layer in range(layers)
+        ],
+        "expert_selection_fn": "softmax"
+        if metadata.int(f"{prefix}.expert_gating_func", 0, 16, default=2) == 1
+        else "sigmoid",
+        "norm_topk_prob": metadata.bool(f"{prefix}.expert_weights_norm", default=False),
+        "logit_scale": metadata.float(f"{prefix}.logit_scale", default=0.0625),
+    }
+
+
+def _granite_swa(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    """Granite's scales, windows and sinks; the file says of each layer whether its heads rotate."""
+    layers, theta = config["num_hidden_layers"], config["rope_theta"]
+    _window(metadata, prefix, config, tensors)
+    rotates = metadata.get(f"{prefix}.attention.rope_pattern", [True] * layers)
+    if not isinstance(rotates, list) or len(rotates) != layers:
+        raise ModelError(f"{metadata.where} must have {layers} flags in '{prefix}.attention.rope_pattern'")
+    config |= {
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "layer_rope_theta": [theta if each else 0.0 for each in rotates],
+        "attention_multiplier": metadata.float(f"{prefix}.attention.scale", default=0.0) or config["head_dim"] ** -0.5,
+        "embedding_multiplier": metadata.float(f"{prefix}.embedding_scale", default=1.0),
+        "residual_multiplier": metadata.float(f"{prefix}.residual_scale", default=1.0),
+        "logits_scaling": metadata.float(f"{prefix}.logit_scale", default=1.0),
+    }
+    if count := metadata.int(f"{prefix}.expert_count", 0, 4096, default=0):
+        shared = metadata.int(f"{prefix}.expert_shared_feed_forward_length", 0, MOST_WIDTH, default=0)
+        config |= {
+            "model_type": "granitemoe_swa",
+            "architectures": ["GraniteMoeSWAForCausalLM"],
+            "num_experts": count,
+            "num_local_experts": count,
+            "num_experts_per_tok": metadata.int(f"{prefix}.expert_used_count", 1, count),
+            "shared_intermediate_size": shared,
+        }
+
+
 def _dbrx(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     experts(metadata, prefix, config, tensors)
     config |= {
@@ -209,6 +260,32 @@ def _minimax_01(metadata: Config, prefix: str, config: HFConfig, tensors: Tensor
 
 
 SPARSER = {
+    "cohere2moe": Architecture(
+        "cohere2_moe",
+        "Cohere2MoeForCausalLM",
+        {**SPARSE, **MLP, **NEXTN, **shared("mlp.shared_experts")},
+        extra=_cohere2_moe,
+        eps="layer_norm_eps",
+        either_norm=True,
+    ),
+    "granite_swa": Architecture(
+        "granite_swa",
+        "GraniteSWAForCausalLM",
+        {
+            **STANDARD,
+            "ffn_gate_inp": "block_sparse_moe.router.layer",
+            **{
+                f"ffn_{part}_exps": f"block_sparse_moe.experts.{{expert}}.{part}_proj"
+                for part in ("gate", "up", "down")
+            },
+            "ffn_up_shexp": "shared_mlp.input_linear",
+            "ffn_down_shexp": "shared_mlp.output_linear",
+        },
+        paired=True,
+        extra=_granite_swa,
+        also=("granitemoe_swa",),
+        whole={"attn_sinks.weight": "self_attn.sinks"},
+    ),
     "dbrx": Architecture(
         "dbrx",
         "DbrxForCausalLM",
