@@ -33,6 +33,7 @@ def load(
     context_size: int | None = None,
     parallel: int = 1,
     parallel_timeout: float = 60.0,
+    parallel_mode: Literal["exact", "sum"] = "exact",
 ) -> Model:
     """Load a model by alias ("smollm2"), directory, `.gguf` file or Hub id ("organization/name@revision").
 
@@ -61,7 +62,8 @@ def load(
     product, and the results are the same to the bit. The others are started here, end with the model, and take their
     shares of the threads; or torchrun has started them: then this returns in rank 0 alone, and the others end with the
     model by `SystemExit`. See docs/devices.md. parallel_timeout: the seconds after which a process that does not answer
-    ends the model with a `RanksError`.
+    ends the model with a `RanksError`. parallel_mode: "sum" adds the products of parts of the inputs, which exchanges
+    half as often; its bits are others than those of one process, and so are its snapshots and stores.
     Raises `ModelError` (a `ValueError`) for a checkpoint that is damaged or not supported, `OSError` for files that are
     missing or cannot be fetched.
     """
@@ -82,6 +84,8 @@ def load(
         )
     if whole_number(parallel, "parallel") < 1:
         raise ValueError(f"parallel={parallel} was asked for; give 1 process or more")
+    if parallel_mode not in ("exact", "sum"):
+        raise ValueError(f"unknown parallel_mode={parallel_mode!r}; expected exact or sum")
     if parallel > 1 and (adapted or heads or placement.spreads or placement.devices[0].type != "cpu"):
         raise ModelError(
             f"parallel={parallel} was asked for with training, adapters, heads or a device: a model over several "
@@ -101,7 +105,7 @@ def load(
     elif parallel > 1:
         from lmstate.distributed.open import open_parallel
 
-        model = open_parallel(opened, lead(parallel, parallel_timeout))
+        model = open_parallel(opened, lead(parallel, parallel_timeout), parallel_mode)
     else:
         model = build(opened)
     if not isinstance(heads, bool):

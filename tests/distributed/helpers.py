@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -19,8 +20,9 @@ from lmstate.distributed.follower import Follower, loaded
 from lmstate.distributed.model import ParallelModel
 from lmstate.distributed.open import open_parallel
 from lmstate.distributed.ranks import Ranks
+from lmstate.distributed.split import ParallelMode
 from lmstate.models.families import build
-from tests.zoo import pair
+from tests.zoo import CASES, auto, pair, randomize
 
 WAIT = 30.0
 
@@ -31,7 +33,7 @@ class Meeting:
     def __init__(self, ranks: int) -> None:
         self.barrier = threading.Barrier(ranks, timeout=WAIT)
         self.brought: list[Tensor] = [torch.empty(0)] * ranks
-        self.gathers = 0
+        self.gathers = self.sums = 0
         self.followers: list[Follower] = []
 
 
@@ -46,6 +48,10 @@ class ThreadGroup:
         self.meeting.gathers += self.rank == 0
         return torch.cat(self._each(own), dim)
 
+    def sum(self, own: Tensor) -> Tensor:
+        self.meeting.sums += self.rank == 0
+        return reduce(torch.add, self._each(own))
+
     def broadcast(self, tensor: Tensor) -> None:
         first = self._each(tensor)[0]
         if self.rank:
@@ -59,9 +65,23 @@ class ThreadGroup:
         return each
 
 
-def saved(case: str, folder: Path) -> Path:
-    """The folder with the checkpoint of a case."""
+WIDE: dict[str, dict[str, int]] = {
+    "llama": {"num_attention_heads": 4, "head_dim": 32},
+    "qwen3_moe": {"num_attention_heads": 4, "head_dim": 32, "moe_intermediate_size": 64},
+    "qwen3_next-dense": {"num_attention_heads": 4, "head_dim": 32, "linear_value_head_dim": 32},
+    "mamba2-groups": {"head_dim": 32, "num_heads": 4, "n_groups": 2},
+}
+"""Sizes of which each of two ranks has whole groups of a quantized matrix."""
+
+
+def saved(case: str, folder: Path, wide: bool = False) -> Path:
+    """The folder with the checkpoint of a case; a wide one is quantized as large models are."""
     theirs, _ = pair(case)
+    if wide:
+        sizes = {"hidden_size": 64, "intermediate_size": 192, **WIDE[case]}
+        config = type(theirs.config)(**{**CASES[case]().to_dict(), **sizes})
+        theirs = auto(config).from_config(config, dtype=torch.float32)
+        randomize(theirs)
     theirs.save_pretrained(folder)
     return folder
 
@@ -71,7 +91,9 @@ def one_process(folder: Path, kind: str) -> lmstate.Model:
 
 
 @contextmanager
-def over_threads(folder: Path, kind: str, ranks: int) -> Iterator[tuple[ParallelModel, Meeting]]:
+def over_threads(
+    folder: Path, kind: str, ranks: int, mode: ParallelMode = "exact"
+) -> Iterator[tuple[ParallelModel, Meeting]]:
     """The model of a folder over ranks that are threads."""
     meeting = Meeting(ranks)
     channels, threads = [], []
@@ -88,7 +110,7 @@ def over_threads(folder: Path, kind: str, ranks: int) -> Iterator[tuple[Parallel
 
     held = Ranks(ThreadGroup(meeting, 0), channels, close)
     try:
-        yield open_parallel(WeightLoader(open_source(folder), kind), held), meeting
+        yield open_parallel(WeightLoader(open_source(folder), kind), held, mode), meeting
     finally:
         held.close()
         for thread in threads:

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import lmstate
-from tests.distributed.helpers import one_process, over_threads, same, saved
+from lmstate.models.fingerprint import weights_in
+from lmstate.ops.weights.split import SplitWeight
+from tests.distributed.helpers import WIDE, one_process, over_threads, same, saved
 from tests.state.test_other_device import story
 from tests.sweeps import sampled
 from tests.zoo import CASES
@@ -30,10 +32,12 @@ def test_every_family_gives_the_bits_of_one_process(case: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
-@pytest.mark.parametrize("case", ["llama", "qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize("case", list(WIDE))
 def test_every_storage_gives_the_bits_of_one_process(case: str, kind: str, tmp_path: Path) -> None:
-    folder = saved(case, tmp_path)
+    folder = saved(case, tmp_path, wide=True)
     with over_threads(folder, kind, 2) as (model, _):
+        kinds = [weight.kind for _, weight in weights_in(model.blocks) if isinstance(weight, SplitWeight)]
+        assert any(each.startswith(kind) for each in kinds)
         assert same(story(model, tmp_path), story(one_process(folder, kind), tmp_path))
 
 

@@ -109,6 +109,15 @@ def test_generate_says_what_one_process_says(how: str, tiny: Path) -> None:
     assert said[0] == said[1] and len(said[0]) > 3
 
 
+def test_mode_sum_has_other_snapshots(tiny: Path, tmp_path: Path) -> None:
+    """Those of one process are refused, with the mode in the message."""
+    asked, row = command("spawned", "generate", str(tiny), "Hello", "-n", "4"), str(tmp_path / "row")
+    ran = subprocess.run([*asked, "--parallel-mode", "sum", "--save-state", row], timeout=100, input=b"")
+    assert ran.returncode == 0
+    ran = subprocess.run([*asked, "--state", row], stderr=subprocess.PIPE, timeout=100, input=b"")
+    assert ran.returncode == 1 and b"parallel is sum:2 there and not set here" in ran.stderr, ran.stderr
+
+
 def test_other_ranks_than_were_asked_for_are_refused(tiny: Path) -> None:
     asked = [sys.executable, "-m", "lmstate", "generate", str(tiny), "Hello", "--parallel", "2"]
     for changes, why in (({"WORLD_SIZE": "3"}, "gives 3 ranks"), ({"LOCAL_WORLD_SIZE": "1"}, "on several machines")):

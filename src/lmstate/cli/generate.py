@@ -99,6 +99,7 @@ def generate(
     threads: options.Threads = None,
     device: options.Device = None,
     parallel: options.Parallel = 1,
+    parallel_mode: options.ParallelMode = options.ParallelModes.exact,
     draft: options.Draft = "auto",
     adapter: options.Adapter = None,
     kv_bits: options.KVBits = None,
@@ -196,7 +197,9 @@ def generate(
     sampling = options.SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     kv = options.kv_storage(kv_bits)
     pictures = [picture_file(path) for path in image or ()]
-    loaded = options.load_model(model, weights, threads, adapter, draft, device, activations, ctx_size, parallel)
+    loaded = options.load_model(
+        model, weights, threads, adapter, draft, device, activations, ctx_size, parallel, parallel_mode
+    )
     if source is not None and loaded.hears:
         if params != SamplingParams(max_new_tokens=256) or num_beams > 1 or save_state is not None:
             raise typer.BadParameter(

@@ -62,6 +62,13 @@ class KVWidth(StrEnum):
     two = "2"
 
 
+class ParallelModes(StrEnum):
+    """As `parallel_mode` of `lmstate.load`."""
+
+    exact = "exact"
+    sum = "sum"
+
+
 ModelName = Annotated[
     str, typer.Argument(metavar="MODEL", help="Alias, directory, .gguf file or Hub id; `lmstate models` lists some.")
 ]
@@ -178,6 +185,12 @@ Parallel = Annotated[
         help="Share weights and state over N processes of the CPU, started here or by torchrun.",
     ),
 ]  # fmt: skip
+ParallelMode = Annotated[
+    ParallelModes,
+    typer.Option(
+        "--parallel-mode", help="exact: the bits of one process. sum: half of the exchanges, with bits of its own."
+    ),
+]
 Draft = Annotated[
     str,
     typer.Option(
@@ -199,6 +212,7 @@ def load_model(
     activations: ActivationBits = ActivationBits.auto,
     context_size: int | None = None,
     parallel: int = 1,
+    parallel_mode: ParallelModes = ParallelModes.exact,
 ) -> Model:
     """The model by its name; what takes long (download, conversion, a long prompt) reports its own progress."""
     import lmstate
@@ -209,6 +223,7 @@ def load_model(
     model = lmstate.load(
         name, weights=weights.value, adapter=adapter, device=device, heads=draft == "heads" or published_head(draft),
         activations=activations.bits, context_size=context_size, parallel=parallel,
+        parallel_mode=parallel_mode.value,
     )  # fmt: skip
     model.on_part = PromptProgress()
     return model

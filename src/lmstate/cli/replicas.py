@@ -56,6 +56,7 @@ def replicated(model: str, replicas: int, address: str | None, how: EngineOption
             context_size=how.context_size,
             device=how.device,
             parallel=how.parallel,
+            parallel_mode=how.parallel_mode.value,
             draft=how.draft,
             kv_bits=None if how.kv is None else how.kv.bits,
             rows=how.rows,

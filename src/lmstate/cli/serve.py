@@ -145,6 +145,7 @@ def serve(
     threads: options.Threads = None,
     device: options.Device = None,
     parallel: options.Parallel = 1,
+    parallel_mode: options.ParallelMode = options.ParallelModes.exact,
     draft: Annotated[
         str,
         typer.Option(
@@ -225,6 +226,7 @@ def serve(
             threads,
             device,
             parallel,
+            parallel_mode,
             draft,
             rows,
             memory_bytes,

@@ -34,6 +34,7 @@ class EngineOptions:
     threads: str | None
     device: str | None
     parallel: int
+    parallel_mode: options.ParallelModes
     draft: str
     rows: int | None
     memory: int
@@ -54,6 +55,7 @@ class EngineOptions:
             self.activations,
             self.context_size,
             self.parallel,
+            self.parallel_mode,
         )
         loaded.on_part = None  # of many requests at a time no single one is followed
         return loaded

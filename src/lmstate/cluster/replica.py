@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -22,6 +22,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context_size: int | None = None
     device: str | None = None
     parallel: int = 1
+    parallel_mode: Literal["exact", "sum"] = "exact"
     draft: str = "auto"
     kv_bits: int | None = None
     rows: int | None = None
@@ -76,6 +77,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.weights,
             device=self.device,
             parallel=self.parallel,
+            parallel_mode=self.parallel_mode,
             adapter=self.adapter,
             context_size=self.context_size,
             **options,

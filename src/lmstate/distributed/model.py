@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lmstate.distributed.mirror import Link, MirroredState
 from lmstate.distributed.ranks import Ranks
-from lmstate.distributed.split import LayerCuts
+from lmstate.distributed.split import LayerCuts, ParallelMode
 from lmstate.errors import StateError, UnsupportedError
 from lmstate.models.forward import Keep
 from lmstate.models.model import Model
@@ -35,11 +35,13 @@ class ParallelModel(Model):
 
     ranks: Ranks | None = None
     cuts: LayerCuts = ()
+    mode: ParallelMode = "exact"
 
     def __repr__(self) -> str:
         layers, split = len(self.cuts), sum(map(bool, self.cuts))
-        told = f"the part of 1 of {self._group.count} processes; {split} of {layers} layers split their state by heads"
-        return f"{super().__repr__()[:-1]}\n  {told})"
+        how = ", whose products are added" if self.mode == "sum" else ""
+        part = f"the part of 1 of {self._group.count} processes{how}"
+        return f"{super().__repr__()[:-1]}\n  {part}; {split} of {layers} layers split their state by heads)"
 
     @property
     def _group(self) -> Ranks:

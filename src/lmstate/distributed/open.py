@@ -15,7 +15,7 @@ from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_cached
 from lmstate.distributed.model import ParallelModel
 from lmstate.distributed.ranks import LOADING, Collectives, Ranks
-from lmstate.distributed.split import LayerCuts, Splitter, layer_cuts
+from lmstate.distributed.split import LayerCuts, ParallelMode, Splitter, layer_cuts
 from lmstate.errors import ModelError, RanksError
 from lmstate.models.families import build
 from lmstate.models.model import Model
@@ -23,22 +23,22 @@ from lmstate.models.model import Model
 LOG = logging.getLogger(__name__)
 
 
-def open_parallel(opened: WeightLoader, ranks: Ranks) -> ParallelModel:
+def open_parallel(opened: WeightLoader, ranks: Ranks, mode: ParallelMode = "exact") -> ParallelModel:
     """The model of an open checkpoint over the ranks, each of which opens it too.
 
     Raises `ModelError` where a rank cannot load it, and for a model with an encoder.
     """
     try:
-        part, cuts = _opened(opened, ranks)
+        part, cuts = _opened(opened, ranks, mode)
     except BaseException:
         ranks.close()
         raise
     _tell_of(part, cuts)
     values = {each.name: getattr(part, each.name) for each in fields(part) if each.init}
-    return ParallelModel(**values, ranks=ranks, cuts=cuts)
+    return ParallelModel(**values, ranks=ranks, cuts=cuts, mode=mode)
 
 
-def _opened(opened: WeightLoader, ranks: Ranks) -> tuple[Model, LayerCuts]:
+def _opened(opened: WeightLoader, ranks: Ranks, mode: ParallelMode) -> tuple[Model, LayerCuts]:
     """The part of rank 0, once all have theirs."""
     with ranks.turn():
         opened.splits = True
@@ -50,10 +50,10 @@ def _opened(opened: WeightLoader, ranks: Ranks) -> tuple[Model, LayerCuts]:
         dtype = str(opened.dtype).removeprefix("torch.")
         # After rank 0 has converted what is to be converted: the others find it in the cache.
         ranks.tell(
-            "load", str(opened.source.path), opened.kind, dtype, opened.activations, opened.context_size
+            "load", str(opened.source.path), opened.kind, dtype, opened.activations, opened.context_size, mode
         )  # fmt: skip
         cuts = layer_cuts(model.blocks, ranks.count)
-        part = Splitter(ranks.group, ranks.count)(model, cuts)
+        part = Splitter(ranks.group, ranks.count, mode)(model, cuts)
         for _, fingerprint in ranks.hear(LOADING):
             if fingerprint != part.fingerprint:
                 raise ranks.fail(RanksError("a rank loaded another model: the files changed meanwhile"))
@@ -61,7 +61,13 @@ def _opened(opened: WeightLoader, ranks: Ranks) -> tuple[Model, LayerCuts]:
 
 
 def open_part(
-    group: Collectives, path: str, weights: str, dtype: str, activations: int | str, context_size: int | None
+    group: Collectives,
+    path: str,
+    weights: str,
+    dtype: str,
+    activations: int | str,
+    context_size: int | None,
+    mode: ParallelMode,
 ) -> tuple[Model, LayerCuts]:
     """The part of another rank of the model that rank 0 opens."""
     cache = cache_dir()
@@ -74,7 +80,7 @@ def open_part(
         opened.splits = True
         model = build(opened)
     cuts = layer_cuts(model.blocks, group.ranks)
-    return Splitter(group, group.ranks)(model, cuts), cuts
+    return Splitter(group, group.ranks, mode)(model, cuts), cuts
 
 
 def _tell_of(part: Model, cuts: LayerCuts) -> None:

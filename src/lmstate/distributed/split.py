@@ -1,9 +1,12 @@
 """The part of a model that one rank of several holds.
 
-Every matrix is split by outputs, so that each number is computed as in one process. Attention and recurrences of heads
-keep the outputs and the state of their own heads, and a feed-forward part those of its own columns, until the next
-product; experts are whole, each on one rank. Other layers compute the same from their products, and remember the same,
-on all ranks.
+In mode "exact" every matrix is split by outputs, so that each number is computed as in one process. Attention and
+recurrences of heads keep the outputs and the state of their own heads, and a feed-forward part those of its own
+columns, until the next product; experts are whole, each on one rank. Other layers compute the same from their products,
+and remember the same, on all ranks.
+
+In mode "sum" that next product is split by inputs, which each rank has already: its own heads, its own columns. The
+ranks add what they get. That is half of the exchanges, and other bits.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,9 +34,10 @@ from lmstate.models.mapped import mapped
 from lmstate.models.model import Model
 from lmstate.ops import Norm, Sublayer, Weight
 from lmstate.ops.weights.bfloat12 import common_bytes, packed, to_bfloat12
-from lmstate.ops.weights.grouped import BLOCK
-from lmstate.ops.weights.split import Gathering, SplitWeight, selected
+from lmstate.ops.weights.grouped import BLOCK, GROUP
+from lmstate.ops.weights.split import Gathering, PartWeight, SplitWeight, SummedWeight, selected, selected_inputs
 
+ParallelMode: TypeAlias = Literal["exact", "sum"]
 LayerCuts = tuple[LayerCut, ...]
 """The cut of the state of each layer."""
 READ_BY_STATES: dict[type, tuple[str, ...]] = {
@@ -62,9 +66,13 @@ class Splitter:
 
     group: Gathering
     ranks: int
+    mode: ParallelMode = "exact"
 
     def __call__(self, model: Model, cuts: LayerCuts) -> Model:
-        """The part of a model with these `layer_cuts`, which is not changed. Its fingerprint is that of the whole."""
+        """The part of a model with these `layer_cuts`, which is not changed.
+
+        Its fingerprint is that of the whole, and names the mode and the ranks where they change bits.
+        """
         done: dict[int, Any] = {}
         blocks = []
         for block, cut in zip(model.blocks, cuts, strict=True):
@@ -80,7 +88,8 @@ class Splitter:
             entry=mapped(model.network.entry, self.part, done),
             blocks=tuple(blocks),
         )
-        return replace(model, network=network, _fingerprint=model.fingerprint)
+        name = model.fingerprint + (f" parallel=sum:{self.ranks}" if self.mode == "sum" else "")
+        return replace(model, network=network, _fingerprint=name)
 
     def part(self, thing: Any) -> Any:
         """The part of a layer or a weight; the thing itself where it is to be taken apart, or to stay whole."""
@@ -110,6 +119,14 @@ class Splitter:
         part, table = selected(weight, outputs).in_large_pages(), common_bytes(weight)
         return part if table is None else packed(part, table)
 
+    def second(self, weight: Weight, inputs: Sequence[int], norm: Norm | None = None) -> Weight:
+        """A matrix whose inputs lie on the ranks, `inputs[rank]` on each; a norm reads all of them first."""
+        unit = _group(weight)
+        if self.mode == "exact" or norm is not None or any(width % unit for width in inputs):
+            return self.outputs(weight, inputs)
+        own = selected_inputs(weight, sum(inputs[: self.group.rank]), inputs[self.group.rank])
+        return SummedWeight(to_bfloat12(own.in_large_pages()), self.group, inputs)
+
     def mixer(self, whole: Mixer, cut: LayerCut) -> Mixer:
         """A mixer of the heads of this rank."""
         if isinstance(cut, tuple):
@@ -138,7 +155,7 @@ class Splitter:
             whole,
             qkv=self.rows(whole.qkv, outputs),
             qkv_bias=_at(whole.qkv_bias, outputs),
-            out=self.outputs(whole.out, [count * group * dim for count in kv_heads]),
+            out=self.second(whole.out, [count * group * dim for count in kv_heads], whole.out_norm),
             heads=len(own),
             kv_heads=len(own_kv),
             gates=len(own) * (whole.gates // whole.heads),
@@ -164,7 +181,7 @@ class Splitter:
             whole,
             qkvz=self.rows(whole.qkvz, torch.cat([channels, rest])),
             gates=self.rows(whole.gates, gates),
-            out=self.outputs(whole.out, [count * shared * values for count in key_heads]),
+            out=self.second(whole.out, [count * shared * values for count in key_heads]),
             conv=whole.conv[channels],
             A=whole.A[own],
             dt_bias=whole.dt_bias[decay],
@@ -192,7 +209,7 @@ class Splitter:
         return replace(
             whole,
             project=self.rows(whole.project, outputs),
-            out=self.outputs(whole.out, [count * heads * whole.head_dim for count in groups]),
+            out=self.second(whole.out, [count * heads * whole.head_dim for count in groups]),
             conv=whole.conv[channels],
             conv_bias=_at(whole.conv_bias, channels),
             A=whole.A[own],
@@ -206,7 +223,8 @@ class Splitter:
 
     def mlp(self, whole: MLP) -> MLP:
         """A feed-forward part of the columns of this rank, or with both matrices split where these are too few."""
-        columns = shares(whole.down.in_features, self.ranks, _unit(whole.up))
+        unit = _unit(whole.up) if self.mode == "exact" else max(_unit(whole.up), _group(whole.down))
+        columns = shares(whole.down.in_features, self.ranks, unit)
         if columns is None:
             return replace(whole, up=self.outputs(whole.up), down=self.outputs(whole.down))
         own = _span(columns, self.group.rank)
@@ -216,7 +234,7 @@ class Splitter:
             up=self.rows(whole.up, outputs),
             up_bias=_at(whole.up_bias, outputs),
             factors=_at(whole.factors, outputs),
-            down=self.outputs(whole.down, columns),
+            down=self.second(whole.down, columns, whole.down_norm),
         )
 
     def experts(self, whole: MixtureOfExperts) -> MixtureOfExperts:
@@ -238,6 +256,7 @@ class Splitter:
             whole.scale_input,
             self.group,
             tuple(owned),
+            self.mode,
         )
 
 
@@ -247,17 +266,26 @@ class OwnedExperts(MixtureOfExperts):
 
     group: Gathering | None = None
     owned: tuple[int, ...] = ()
+    mode: ParallelMode = "exact"
 
     @property
     def count(self) -> int:
         return sum(self.owned) or len(self.experts)
 
+    def routed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        out = super().routed(x, weights, chosen)
+        return out if self.group is None or self.mode == "exact" else self.group.sum(out)
+
     def outputs(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Outputs of the experts of all ranks; in mode "sum" zeros of those of the others."""
         if self.group is None:
             return super().outputs(parts)
         bounds = [0, *accumulate(self.owned)]
         first = bounds[self.group.rank]
         own = super().outputs(parts[first : first + len(self.experts)])
+        if self.mode == "sum":
+            before, behind = parts[:first], parts[first + len(self.experts) :]
+            return [*map(torch.zeros_like, before), *own, *map(torch.zeros_like, behind)]
         counts = [sum(map(len, parts[start:stop])) for start, stop in pairwise(bounds)]
         if not any(counts):
             return []
@@ -299,7 +327,7 @@ def _splits(mixer: Attention, ranks: int) -> bool:
         return False
     norms = [norm for norm in (mixer.q_norm, mixer.k_norm, mixer.v_norm) if norm is not None]
     by_head = all(norm.weight.shape == (mixer.head_dim,) for norm in norms)
-    return by_head and mixer.gates % mixer.heads == 0 and not isinstance(mixer.out, SplitWeight)
+    return by_head and mixer.gates % mixer.heads == 0 and not isinstance(mixer.out, PartWeight)
 
 
 def _cut_of_delta(mixer: GatedDelta, ranks: int) -> LayerCut:
@@ -334,6 +362,11 @@ def _shares(count: int, ranks: int) -> list[int]:
 def _unit(weight: Weight) -> int:
     """Number of outputs that are stored together."""
     return BLOCK if weight.kind in ("int4", "int8") else SPAN
+
+
+def _group(weight: Weight) -> int:
+    """Number of inputs that share a scale."""
+    return GROUP if weight.kind in ("int4", "int8") else 1
 
 
 def _span(widths: Sequence[int], rank: int) -> Tensor:

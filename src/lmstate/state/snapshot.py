@@ -201,8 +201,9 @@ def differences(theirs: str, ours: str) -> str:
     if theirs == ours:
         return ""
     there, here = (dict(word.partition("=")[::2] for word in str(text).split()) for text in (theirs, ours))
-    named = [name for name in here if there.get(name) != here[name]]
-    said = [f"{name} is {there.get(name, 'unknown')[:40]} there and {here[name][:40]} here" for name in named]
+    named = [name for name in here | there if there.get(name) != here.get(name)]
+    pairs = [(name, there.get(name, "not set")[:40], here.get(name, "not set")[:40]) for name in named]
+    said = [f"{name} is {other} there and {own} here" for name, other, own in pairs]
     return ", ".join(said) or "its fingerprint cannot be read"
 
 

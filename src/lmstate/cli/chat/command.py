@@ -32,6 +32,7 @@ def chat(
     threads: options.Threads = None,
     device: options.Device = None,
     parallel: options.Parallel = 1,
+    parallel_mode: options.ParallelMode = options.ParallelModes.exact,
     transcript: Annotated[
         bool, typer.Option("--transcript", help="Write piped questions and commands to stdout too, each after `> `.")
     ] = False,
@@ -60,7 +61,9 @@ def chat(
 
     sampling = options.SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     kv = options.kv_storage(kv_bits)
-    loaded = options.load_model(model, weights, threads, adapter, draft, device, activations, ctx_size, parallel)
+    loaded = options.load_model(
+        model, weights, threads, adapter, draft, device, activations, ctx_size, parallel, parallel_mode
+    )
     if not loaded.tokenizer.has_chat_template:
         raise ValueError(f"{model} has no chat template; use `lmstate generate {model} --raw` to go on with a text")
     typed_in = sys.stdin.isatty()

@@ -19,7 +19,7 @@ from lmstate.ops.types.params import Norm, Residual
 from lmstate.ops.types.weight import Weight
 from lmstate.ops.weights.grouped import GROUP
 from lmstate.ops.weights.lora import LoraWeight
-from lmstate.ops.weights.split import SplitWeight
+from lmstate.ops.weights.split import PartWeight, SplitWeight, SummedWeight
 
 
 def linear(
@@ -45,7 +45,7 @@ def linear(
     stream = None if residual is None else residual.stream
     if out is not None:
         library = dispatch.native(x, weight.storage, stream)
-        simple = not isinstance(weight, LoraWeight | SplitWeight) and gate is None and residual is None
+        simple = not isinstance(weight, LoraWeight | PartWeight) and gate is None and residual is None
         if library is None or x.dtype != torch.float32 or not simple:
             return out.copy_(linear(x, weight, bias, norm=norm, gate=gate, residual=residual))
         if norm is not None and not norm.simple:
@@ -53,6 +53,10 @@ def linear(
         return library.dense.linear(x, weight, bias, norm, 0, None, out)
     if isinstance(weight, LoraWeight):
         y = weight.product(linear, _entered(x, norm, gate), bias)
+        return y if residual is None else add_residual(residual, y)
+    if isinstance(weight, SummedWeight):
+        assert norm is None, "a norm reads the inputs of all ranks"
+        y = weight.product(linear, x, bias, gate)
         return y if residual is None else add_residual(residual, y)
     if isinstance(weight, SplitWeight):
         if residual is not None and residual.norm is not None:
