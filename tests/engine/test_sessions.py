@@ -304,6 +304,58 @@ def test_ids_after_messages_leave_a_session_that_forks_is_saved_and_survives(tmp
         assert 0 < len(again.tokens) < len(tokens) and again.tokens == tokens[: len(again.tokens)]
 
 
+@pytest.mark.parametrize("case", ["llama", "qwen3_next-dense"])
+def test_an_answer_that_was_cut_goes_on_as_the_reader_saw_it(case: str) -> None:
+    model = chatting(case)
+    with lmstate.Engine(model) as engine:
+        session = engine.session("x")
+        session.send("hello there", seed=3, **HOT).result(60)
+        request = session.send("go on", seed=4, **HOT)
+        got = request.result(60)
+        assert len(got.tokens[0]) > 6, "an answer that is too short to be cut"
+        seen = got.tokens[0][:-5]
+        text, whole = model.tokenizer.decode(seen), session.record
+        for outside in (0, len(request.prompt) + len(got.tokens[0]) + 1):
+            with pytest.raises(lmstate.RewindError, match="the last turn has positions"):
+                session.cut(outside, "")
+        session.cut(at := len(request.prompt) + len(seen), text)
+        assert session.tokens == [*request.prompt, *seen]
+        assert session.messages == [*whole.messages[:-1], said("assistant", text)]
+        cut = session.record
+        following = session.send("why?", max_new_tokens=3)
+        assert following.prompt[:at] == [*request.prompt, *seen]
+        assert following.result(60).usage.reused >= (at if case == "llama" else len(request.prompt)) - 1
+        session.restore(whole)
+        assert (session.tokens, session.messages) == (whole.tokens, whole.messages)
+        again = session.send("why?", max_new_tokens=3)
+        assert again.prompt[: len(whole.tokens)] == whole.tokens
+        again.result(60)
+        running = session.send("more", max_new_tokens=200, ignore_eos=True)
+        for change in (lambda: session.restore(cut), lambda: session.cut(at, "")):
+            with pytest.raises(SessionBusy):
+                change()
+        running.result(60)
+        session.restore(cut)
+        session.undo()
+        assert session.messages == cut.messages[:2]
+
+
+def test_forks_tell_what_they_were_forked_from(tmp_path: Path) -> None:
+    with lmstate.Engine(chatting(), store=tmp_path / "store") as engine:
+        session = engine.session("main")
+        session.send("hello", max_new_tokens=3).result(60)
+        side = session.fork("side")
+        assert (session.parent, side.parent, side.fork("below").parent) == (None, "main", "side")
+        side.restore(session.record)
+        assert side.parent == "main"
+    with lmstate.Engine(chatting(), store=tmp_path / "store") as engine:
+        assert {name: engine.session(name).parent for name in engine.sessions()} == {
+            "main": None, "side": "main", "below": "side",
+        }  # fmt: skip
+    with pytest.raises(ValueError, match="parent"):
+        Record.from_json([], '{"messages": [], "turns": [], "marks": [], "parent": 3}')
+
+
 def test_a_mark_keeps_its_messages_however_many_turns_follow() -> None:
     with lmstate.Engine(chatting()) as engine:
         session = engine.session("x")

@@ -15,7 +15,7 @@ from lmstate.engine.prefix import PrefixStore
 from lmstate.engine.prefix.tree import Node
 from lmstate.engine.results import Completion, SessionMoved, StoreUnreachable
 from lmstate.engine.session import Session, SessionHost
-from lmstate.engine.session_record import KeyedAnswer, Record
+from lmstate.engine.session_record import KeyedAnswer, Moment, Record
 from lmstate.engine.tiers import SavedSession, Tier
 from lmstate.engine.tiers.fetch import Patience
 from lmstate.engine.tiers.records import Commit, moved
@@ -142,6 +142,7 @@ class Conversations:
     def commit(self, session: Session, record: Record) -> None:
         """Store a session's next record; then it counts. Raises SessionMoved or StoreUnreachable."""
         session.adopt(record, None if self._tier is None else self._stored(session, session.saved(record)))
+        self._remember_at(record, record.moment(), session.salt)
 
     def _stored(self, session: Session, saved: SavedSession) -> SavedSession:
         assert self._tier is not None
@@ -277,9 +278,12 @@ class Conversations:
     def remember(self, record: Record, salt: str) -> None:
         """Have its messages found again as the tokens that they were."""
         for moment in (*record.turns, record.moment()):
-            if moment.messages and record.messages[moment.messages - 1].get("role") == "assistant":
-                messages = named(record.messages[: moment.messages])
-                self._replay.remember(messages, record.tokens[: moment.tokens], salt)
+            self._remember_at(record, moment, salt)
+
+    def _remember_at(self, record: Record, moment: Moment, salt: str) -> None:
+        if moment.messages and record.messages[moment.messages - 1].get("role") == "assistant":
+            messages = named(record.messages[: moment.messages])
+            self._replay.remember(messages, record.tokens[: moment.tokens], salt)
 
 
 def _taken(name: str) -> ValueError:

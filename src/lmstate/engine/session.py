@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
@@ -107,6 +108,11 @@ class Session:
         """The conversation as chat messages, as far as it was held in them."""
         return [dict(message) for message in self._record.messages]
 
+    @property
+    def parent(self) -> str | None:
+        """Name of the session that it was forked from, if it was: forks are the branches of a conversation."""
+        return self._record.parent
+
     def send(self, prompt: str | Sequence[int] | Sequence[Message], **options: Any) -> Request:
         """Go on with a text, messages or token ids; the options are those of `Engine.submit`.
 
@@ -151,10 +157,36 @@ class Session:
             record.back(record.turns.pop())
         self._engine.changed(self)
 
+    def cut(self, to: int, text: str) -> None:
+        """Have the last answer end at position `to`, where its text is `text`: for a reader who stopped there.
+
+        Raises RewindError for a position outside the answer.
+        """
+        with self._changing() as record:
+            to, begin = whole_number(to, "a position"), record.turns[-1].tokens if record.turns else 0
+            if not begin < to <= len(record.tokens):
+                raise RewindError(
+                    f"a cut at {to} was asked for; the last turn has positions {begin + 1} to {len(record.tokens)}"
+                )
+            said = record.messages
+            record.back(Moment(to, len(said)))
+            if said:
+                said[-1] = {**said[-1], "content": text}
+        self._engine.changed(self)
+
+    def restore(self, record: Record) -> None:
+        """Be as this `record` says, which is an earlier one of a session of this engine. Only `parent` stays.
+
+        It takes the record as it is: `Engine.load_session` is for records of elsewhere.
+        """
+        with self._resting() as now:
+            self._engine.commit(self, replace(record.copy(), parent=now.parent))
+        self._engine.changed(self)
+
     def fork(self, name: str) -> Session:
         """A session of this name that begins as this one is now, and shares all that was computed."""
         with self._resting() as record:
-            copy = record
+            copy = replace(record, parent=self.name)
         return self._engine.new_session(name, copy, self.salt)
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -62,6 +62,7 @@ class Record:
     marks: list[Moment] = field(default_factory=list)
     answers: list[KeyedAnswer] = field(default_factory=list)
     media: list[MediaSpan] = field(default_factory=list)  # pictures among the tokens
+    parent: str | None = None  # name of the session that it was forked from
 
     @property
     def prompt(self) -> PicturePrompt:
@@ -77,8 +78,8 @@ class Record:
         return Moment(len(self.tokens), len(self.messages))
 
     def copy(self) -> Record:
-        lists = (self.tokens, self.messages, self.turns, self.marks, self.answers, self.media)
-        return Record(*(list(part) for part in lists))  # type: ignore[arg-type]
+        lists: dict[str, Any] = {name: list(part) for name, part in vars(self).items() if isinstance(part, list)}
+        return replace(self, **lists)
 
     def back(self, to: Moment) -> None:
         del self.tokens[to.tokens :]
@@ -108,6 +109,8 @@ class Record:
             told["answers"] = [vars(answer) for answer in self.answers]
         if self.media:
             told["media"] = spans_to_json(self.media)
+        if self.parent is not None:
+            told["parent"] = self.parent
         return json.dumps(told, default=to_json)
 
     @staticmethod
@@ -130,7 +133,9 @@ class Record:
             raise ValueError("a session's answers are a list")
         known = [KeyedAnswer.from_json(answer, len(tokens)) for answer in answers[-ANSWERS:]]
         media = spans_from_json(told.get("media", []), tokens)
-        return Record(tokens, list(map(with_bytes, messages)), turns[-UNDOS:], marks[-MARKS:], known, media)
+        if not isinstance(parent := told.get("parent"), str | None):
+            raise ValueError("a session's parent is a name")
+        return Record(tokens, list(map(with_bytes, messages)), turns[-UNDOS:], marks[-MARKS:], known, media, parent)
 
 
 def _places(values: object, *lengths: int) -> bool:
