@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,8 @@ from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemm
 import lmstate
 from lmstate import kv
 from lmstate.errors import ModelError
-from lmstate.generation import Generation
-from lmstate.speculation import HeadsDrafter
-from tests.heads.test_drafts import check_heads, prompts_of, speaking_model
-from tests.speculation.drafters import always
+from tests.heads.published import acceptance, altered, check_greedy, check_no_bit
+from tests.heads.test_drafts import prompts_of
 from tests.zoo import CASES, VOCAB, auto, randomize, text
 
 WINDOW = 13
@@ -118,32 +115,12 @@ def test_a_draft_is_the_same_after_a_rewind_a_fork_and_a_restore(pairs: Callable
 def test_greedy_with_an_assistant_equals_greedy_without(
     rewind: int, storage: Any, pairs: Callable[[bool], Pair]
 ) -> None:
-    model = speaking_model(pairs(False).ours)
-    plain, drafted = (model.new_state(3, kv=storage, rewind=rewind) for _ in range(2))
-    prompts = prompts_of(7, 1, 19)
-    for turn in range(2):
-        list(Generation(model, prompts, plain, draft=None, max_new_tokens=20))
-        speculator = always(HeadsDrafter(model, drafted), VOCAB, rows=3, depth=4)
-        generation = Generation(model, prompts, drafted, draft=speculator, max_new_tokens=20)
-        list(generation)
-        assert generation.report().draft.drafted > 0
-        assert [drafted.tokens(row) for row in range(3)] == [plain.tokens(row) for row in range(3)]
-        for state in (plain, drafted):
-            state.select([2, 2, 0])
-            state.rewind(1, state.lengths[1] - 5)
-            state.restore(2, state.snapshot(0))
-        if storage is None:
-            check_heads(model, drafted)
-        prompts = prompts_of(3, 5, 2, seed=turn + 50)
+    check_greedy(pairs(False).ours, tokens=20, storage=storage, rewind=rewind)
 
 
 def test_an_assistant_changes_no_bit_of_its_model(pairs: Callable[[bool], Pair]) -> None:
     model = pairs(False).ours
-    alone = replace(model, network=replace(model.network, heads=()), _fingerprint=None)
-    ids = text(60, rows=2)
-    state = model.new_state(2)
-    pieces = [model(ids[:, a:b], state, logits="all") for a, b in ((0, 7), (7, 8), (8, 60))]
-    assert torch.equal(torch.cat(pieces, 1), alone(ids, alone.new_state(2), logits="all"))
+    alone, ids = check_no_bit(model), text(60, rows=2)
     with lmstate.Engine(model, rows=2, memory="64MiB", draft="heads") as engine:
         told = engine.submit(ids[0].tolist(), max_new_tokens=12, ignore_eos=True).result()
     expected = alone.generate(ids[0].tolist(), max_new_tokens=12, ignore_eos=True, return_ids=True, draft=None)
@@ -179,15 +156,8 @@ def test_an_assistant_that_learned_its_model_is_accepted(tmp_path: Path) -> None
         loss.backward()
         optimizer.step()
     assistant.save_pretrained(tmp_path / "assistant")
-    model = speaking_model(made.load())
-    rates = []
-    for own in (speaking_model(made.ours), model):
-        state = own.new_state(8)
-        speculator = always(HeadsDrafter(own, state), VOCAB, rows=8, depth=2)
-        generation = Generation(own, [[seed] for seed in range(1, 9)], state, draft=speculator, max_new_tokens=20)
-        list(generation)
-        report = generation.report().draft
-        rates.append(report.accepted / report.drafted)
+    prompts = [[seed] for seed in range(1, 9)]
+    rates = [acceptance(own, prompts, tokens=20, depth=2) for own in (made.ours, made.load())]
     assert rates[0] < 0.2 and rates[1] > 0.5, rates
 
 
@@ -205,11 +175,8 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]] = {
 def test_an_assistant_that_does_not_fit_is_refused(message: str, tmp_path: Path) -> None:
     made = Pair(tmp_path)
     outside, inside, more = WRONG[message]
-    path = tmp_path / "assistant" / "config.json"
-    told = json.loads(path.read_text()) | outside
-    path.write_text(json.dumps(told | {"text_config": told["text_config"] | inside}))
-    tensors = load_file(tmp_path / "assistant" / "model.safetensors") | more
-    save_file(tensors, tmp_path / "assistant" / "model.safetensors")
+    told = json.loads((tmp_path / "assistant" / "config.json").read_text())["text_config"]
+    altered(tmp_path / "assistant", outside | {"text_config": told | inside}, more)
     with pytest.raises(ModelError, match=message):
         made.load()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,9 @@ from torch import Tensor, nn
 
 import lmstate
 from lmstate.errors import ModelError
-from lmstate.generation import Generation
-from lmstate.speculation import HeadsDrafter
-from tests.heads.test_drafts import check_heads, prompts_of, speaking_model
-from tests.speculation.drafters import always
-from tests.zoo import CASES, VOCAB, auto, randomize, text
+from tests.heads.published import altered, check_greedy, check_no_bit, target_of
+from tests.heads.test_drafts import prompts_of
+from tests.zoo import VOCAB, randomize
 
 KNOWN = 40
 """Tokens that the small heads know."""
@@ -64,13 +61,7 @@ class Pair:
     """A target of `transformers` and a head for it, and both in lmstate."""
 
     def __init__(self, case: str, folder: Path) -> None:
-        config = CASES[case]()
-        config.num_hidden_layers = 8
-        if getattr(config, "layer_types", None):
-            config.layer_types = [config.layer_types[index % len(config.layer_types)] for index in range(8)]
-        torch.manual_seed(0)
-        self.target = auto(config).from_config(config, dtype=torch.float32).eval()
-        randomize(self.target)
+        self.target = target_of(case)
         self.head = Reference(self.target, (2, 4, 5)).eval()
         randomize(self.head, seed=1)
         generator = torch.Generator().manual_seed(2)
@@ -127,32 +118,12 @@ def test_a_draft_is_what_the_head_says(case: str, pairs: Callable[[str], Pair]) 
 
 @pytest.mark.parametrize("case", TARGETS)
 def test_greedy_with_a_published_head_equals_greedy_without(case: str, pairs: Callable[[str], Pair]) -> None:
-    model = speaking_model(pairs(case).ours)
-    plain, drafted = model.new_state(3), model.new_state(3)
-    prompts = prompts_of(7, 1, 19)
-    for turn in range(2):
-        list(Generation(model, prompts, plain, draft=None, max_new_tokens=10))
-        speculator = always(HeadsDrafter(model, drafted), VOCAB, rows=3, depth=4)
-        generation = Generation(model, prompts, drafted, draft=speculator, max_new_tokens=10)
-        list(generation)
-        assert generation.report().draft.drafted > 0
-        assert [drafted.tokens(row) for row in range(3)] == [plain.tokens(row) for row in range(3)]
-        for state in (plain, drafted):
-            state.select([2, 2, 0])
-            state.rewind(1, state.lengths[1] - 5)
-            state.restore(2, state.snapshot(0))
-        check_heads(model, drafted)
-        prompts = prompts_of(3, 5, 2, seed=turn + 50)
+    check_greedy(pairs(case).ours)
 
 
 @pytest.mark.parametrize("case", TARGETS)
 def test_the_head_changes_no_bit_of_its_model(case: str, pairs: Callable[[str], Pair]) -> None:
-    model = pairs(case).ours
-    alone = replace(model, network=replace(model.network, heads=()), _fingerprint=None)
-    ids = text(60, rows=2)
-    state = model.new_state(2)
-    pieces = [model(ids[:, a:b], state, logits="all") for a, b in ((0, 7), (7, 8), (8, 60))]
-    assert torch.equal(torch.cat(pieces, 1), alone(ids, alone.new_state(2), logits="all"))
+    check_no_bit(pairs(case).ours)
 
 
 def test_names_of_other_tools_are_the_same_head(tmp_path: Path) -> None:
@@ -187,9 +158,6 @@ def test_a_head_that_does_not_fit_is_refused(message: str, tmp_path: Path, pairs
     made = pairs("llama")
     made.target.save_pretrained(tmp_path / "target")
     save(tmp_path / "head", made.head, made.known)
-    fields, more = WRONG[message]
-    path = tmp_path / "head" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-    save_file(load_file(tmp_path / "head" / "model.safetensors") | more, tmp_path / "head" / "model.safetensors")
+    altered(tmp_path / "head", *WRONG[message])
     with pytest.raises(ModelError, match=message):
         lmstate.load(tmp_path / "target", weights="float32", heads=tmp_path / "head")

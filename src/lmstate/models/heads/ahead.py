@@ -113,10 +113,13 @@ class _Drafted:
         ends = tuple(start + count for start, count in zip(starts, counts))
         return Step(starts, counts, self.device, ends, speculative=True, media=self.media)
 
-    def append(self, logits: Tensor) -> bool:
-        """The most likely next tokens, of logits `[R, V]`; returns whether to go on."""
+    def append(self, logits: Tensor, sure: Tensor | None = None) -> bool:
+        """The most likely next tokens, of logits `[R, V]`; returns whether to go on.
+
+        sure: how sure of them the drafter is, `[R]`; None: as sure as they are probable.
+        """
         best = logits.max(-1)
-        sure = 1 / (logits - best.values[:, None]).exp().sum(-1)
+        sure = 1 / (logits - best.values[:, None]).exp().sum(-1) if sure is None else sure
         self.tokens = torch.cat([self.tokens, best.indices[:, None]], dim=1)
         self._confidence.append(sure)
         self._reached = self._reached * sure
@@ -166,7 +169,7 @@ def _block(head: DFlashHead, cache: LayerState, capacity: int | None, drafted: _
     assert isinstance(cache, CompositeState)
     for row, length in enumerate(drafted.lengths):
         fits = capacity is None or length + head.size <= capacity
-        drafted.counts[row] = min(drafted.counts[row], head.size - 1) if fits else 0
+        drafted.counts[row] = min(drafted.counts[row], head.drafts) if fits else 0
     counts = tuple(head.size if count else 0 for count in drafted.counts)
     if not any(counts):
         return
@@ -179,8 +182,8 @@ def _block(head: DFlashHead, cache: LayerState, capacity: int | None, drafted: _
         stream = head.drafted(tokens, step, cache.members)
     finally:
         cache.discard()
-    for at in range(1, 1 + max(drafted.counts)):
-        if not drafted.append(head.logits(stream[:, at])):
+    for at in range(max(drafted.counts)):
+        if not drafted.append(*head.drafted_next(stream, at, drafted.tokens[:, -1])):
             return
 
 

@@ -1,9 +1,13 @@
-"""DFlash (2602.06036): a drafter that fills a block of masks at once, beside what it made of a model's hidden states.
+"""DFlash (2602.06036) and DSpark: drafters that fill a block of masks at once, beside a model's hidden states.
 
     c_p = norm(fuse [streams behind chosen blocks at token p]),  keys and values of each layer from c_0 .. c_p
     y = blocks [next token; mask; mask; ...] at positions p + 1 ..,  logits = head(norm(y)), of the model's own head
 
-Queries of the block attend to all c before it, and to all of the block. The logits at a mask are of its own token.
+Queries of the block attend to all c before it, and to all of the block; a layer may have a window or be causal. The
+logits at a mask are of its own token.
+
+DSpark's logits are of the token that comes next, and chosen one after the other: those after token t get `after[t]`
+of low rank added. It also says how sure it is of each: sigmoid(w [norm(y); before[t]]).
 """
 
 from __future__ import annotations
@@ -24,8 +28,25 @@ from lmstate.state.layers.context_keys import ContextKeys
 
 
 @dataclass(frozen=True, eq=False)
+class Chained:
+    """The part of DSpark that reads the token before: logits that are added, and how sure the drafter is.
+
+    `sure` None: as sure as the chosen token is probable. `sure_of_stream`: it reads the stream alone.
+    """
+
+    before: Weight  # [V, rank]
+    after: Weight  # [V, rank]
+    sure: Weight | None = None  # [1, E + rank]
+    sure_bias: Tensor | None = None  # float32 [1]
+    sure_of_stream: bool = False
+
+
+@dataclass(frozen=True, eq=False)
 class DFlashHead(DraftHead):
-    """Weights of the drafter. `size`: tokens of a block, of which the first is known; `mask`: the id of the others."""
+    """Weights of the drafter. `size`: tokens of a block, of which the first is known; `mask`: the id of the others.
+
+    `causal`: of each layer, whether tokens of the block see only those before them. `chained`: DSpark's.
+    """
 
     taps: tuple[int, ...]
     fuse: Weight  # [E, taps * E]
@@ -37,7 +58,14 @@ class DFlashHead(DraftHead):
     head: Weight  # [V, E], the model's
     size: int
     mask: int
+    causal: tuple[bool, ...]
+    chained: Chained | None = None
     depth: int = 1
+
+    @property
+    def drafts(self) -> int:
+        """Number of tokens that a block drafts."""
+        return self.size - (self.chained is None)
 
     def reads(self, stream: Tensor, norm: Norm, tapped: Sequence[Tensor]) -> Tensor:
         return ops.norm(ops.linear(torch.cat(list(tapped), dim=-1), self.fuse), self.fuse_norm)
@@ -51,11 +79,27 @@ class DFlashHead(DraftHead):
     def logits(self, stream: Tensor) -> Tensor:
         return ops.linear(stream, self.head, norm=self.norm)
 
+    def drafted_next(self, stream: Tensor, at: int, token: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits `[R, V]` of draft `at` after the tokens int64 `[R]` before it, and how sure of it it is `[R]`.
+
+        stream: `[R, T, E]` behind the blocks. None: as sure as it is probable.
+        """
+        chained = self.chained
+        if chained is None:
+            return self.logits(stream[:, at + 1]), None
+        own, before = ops.norm(stream[:, at], self.norm), chained.before.rows(token)
+        logits = ops.linear(own, self.head) + ops.linear(before, chained.after)
+        if chained.sure is None:
+            return logits, None
+        told = own if chained.sure_of_stream else torch.cat([own, before], dim=-1)
+        return logits, ops.sigmoid(ops.linear(told, chained.sure, chained.sure_bias))[:, 0]
+
     def new_state(self, layout: Layout) -> LayerState:
         """Its layer state: keys and values of every token for each of its blocks."""
         return CompositeState([
             ContextKeys(
-                layout, mixer.kv_heads, mixer.head_dim, rotate_by=None if mixer.rope is None else mixer.rope.rotate_by
+                layout, mixer.kv_heads, mixer.head_dim, mask=ops.CausalMask(mixer.window),
+                rotate_by=None if mixer.rope is None else mixer.rope.rotate_by,
             )
             for mixer in self._mixers
         ])  # fmt: skip
@@ -70,12 +114,13 @@ class DFlashHead(DraftHead):
     def drafted(self, tokens: Tensor, step: Step, caches: Sequence[LayerState]) -> Tensor:
         """The stream behind the blocks, `[R, T, E]`, of a block of tokens int64 `[R, T]` that a step makes room for."""
         x = self.joined(tokens, tokens)
-        for block, mixer, cache in zip(self.blocks, self._mixers, caches, strict=True):
+        for block, mixer, causal, cache in zip(self.blocks, self._mixers, self.causal, caches, strict=True):
             assert isinstance(cache, ContextKeys)
             q, k, v = _projected(mixer, x, block.mixer_norm)
             rotation = mixer.rotation(step)
             cache.store(*_turned(mixer, k, v, step), step)
-            seen = cache.attend_block(ops.rope(q, *rotation) if rotation else q, step, ops.AttentionParams(mixer.scale))
+            q = ops.rope(q, *rotation) if rotation else q
+            seen = cache.attend_block(q, step, ops.AttentionParams(mixer.scale), causal=causal)
             x = ops.linear(seen.flatten(-2), mixer.out, mixer.out_bias, residual=Residual(x))
             x = block.feed(x, x)
         return x

@@ -1,5 +1,5 @@
 """Heads that are published apart from the model they draft for: EAGLE-3, as SpecForge and its peers save it,
-Gemma 4's assistants, and DFlash."""
+Gemma 4's assistants, DFlash and DSpark."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lmstate.files.json_object import read_object
 from lmstate.models.families import builders as b
 from lmstate.models.heads.eagle3 import Eagle3Block, Eagle3Head
 from lmstate.models.heads.published_assistant import TYPES, with_assistant
-from lmstate.models.heads.published_dflash import ARCHITECTURE, with_dflash
+from lmstate.models.heads.published_dflash import ARCHITECTURES, with_dflash
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.mapped import moved
@@ -49,7 +49,7 @@ def _is_assistant(values: Mapping[str, Any]) -> bool:
 
 def _is_dflash(values: Mapping[str, Any]) -> bool:
     names = values.get("architectures")
-    return isinstance(names, list) and ARCHITECTURE in names
+    return isinstance(names, list) and any(name in ARCHITECTURES for name in names)
 
 
 def _is_eagle3(values: Mapping[str, Any]) -> bool:
@@ -68,8 +68,8 @@ def with_head(model: Model, folder: Path, loader: Callable[..., WeightLoader]) -
     if not is_published_head(folder):
         raise ModelError(
             f"{folder} holds no head that lmstate can draft with: its config names no EAGLE-3 architecture, no DFlash "
-            "drafter and no assistant of Gemma 4. Give a smaller model as draft instead, or heads=True for the "
-            "checkpoint's own heads"
+            "or DSpark drafter and no assistant of Gemma 4. Give a smaller model as draft instead, or heads=True for "
+            "the checkpoint's own heads"
         )
     opened = CheckpointFolder(folder)
     if _is_assistant(opened.config):

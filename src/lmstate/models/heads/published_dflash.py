@@ -1,4 +1,4 @@
-"""Reads DFlash drafters, as z-lab publishes them."""
+"""Reads DFlash drafters, as z-lab publishes them, and DSpark's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lmstate.checkpoints.renamed import Renamed
 from lmstate.errors import ModelError
 from lmstate.models.block import Block
 from lmstate.models.families import builders as b
-from lmstate.models.heads.dflash import DFlashHead
+from lmstate.models.heads.dflash import Chained, DFlashHead
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.mapped import moved
@@ -21,8 +21,15 @@ from lmstate.models.mapped import moved
 if TYPE_CHECKING:
     from lmstate.models.model import Model
 
-ARCHITECTURE = "DFlashDraftModel"
-MOST_BLOCK = 256
+DFLASH, DSPARK = "DFlashDraftModel", ("DSparkDraftModel", "Qwen3DSparkModel")
+ARCHITECTURES = (DFLASH, *DSPARK)
+FULL, SLIDING = "full_attention", "sliding_attention"
+MOST_BLOCK, MOST_RANK = 256, 2**16
+
+
+OF_THE_MODEL = ("embed_tokens.weight", "lm_head.weight", "confidence_head.proj.*")
+# Fields that DSpark has outside of `dflash_config`.
+BLOCK_FIELDS = ("mask_token_id", "target_layer_ids", "causal")
 
 
 def with_dflash(model: Model, folder: Path, loader: Callable[..., WeightLoader]) -> Model:
@@ -37,9 +44,9 @@ def with_dflash(model: Model, folder: Path, loader: Callable[..., WeightLoader])
         raise ModelError(
             f"{folder} drafts for a model {shape.hidden} wide; this one is {model.config.hidden_size} wide"
         )
-    kinds = config.strs("layer_types", shape.layers, ("full_attention", "sliding_attention"), default=None) or ()
-    if "sliding_attention" in kinds or inside.bool("use_swa", default=False) or inside.bool("causal", default=False):
-        raise ModelError(f"{folder} has layers with windows or a causal block, which lmstate does not draft with")
+    dspark = not set(DSPARK).isdisjoint(config.strs("architectures"))
+    inside = Config({name: config[name] for name in BLOCK_FIELDS if config.given(name)} | {**inside}, config.where)
+    windows, causal = _sights(config, inside, shape.layers)
     mask = inside.int("mask_token_id", low=0, high=model.config.vocab_size - 1)
     taps = _taps(config, inside, shape.layers, len(model.blocks))
     normed, act = b.rms_norms(w, shape), b.activation(config)
@@ -55,7 +62,7 @@ def with_dflash(model: Model, folder: Path, loader: Callable[..., WeightLoader])
                 *(f"{name}.{part}_proj.weight" for part in "qkv"), shape=((width, kv_width, kv_width), shape.hidden)
             ),
             w.linear(f"{name}.o_proj.weight", shape=(shape.hidden, width)),
-            shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, rope,
+            shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, rope, windows[index],
             q_norm=b.norm(w, f"{name}.q_norm.weight", shape.head_dim, shape.eps),
             k_norm=b.norm(w, f"{name}.k_norm.weight", shape.head_dim, shape.eps),
             qkv_bias=b.biases(w, *(f"{name}.{part}_proj.bias" for part in "qkv"), wanted=biased),
@@ -69,11 +76,41 @@ def with_dflash(model: Model, folder: Path, loader: Callable[..., WeightLoader])
     head = DFlashHead(
         taps, w.linear("fc.weight", shape=(shape.hidden, len(taps) * shape.hidden)), normed("hidden_norm"),
         tuple(map(block, range(shape.layers))), normed("norm"), model.embed, model.config.embed_scale, model.head,
-        config.int("block_size", low=2, high=MOST_BLOCK), mask,
+        config.int("block_size", low=1 if dspark else 2, high=MOST_BLOCK), mask, causal,
+        _chained(w, shape, model.config.vocab_size) if dspark else None,
     )  # fmt: skip
-    w.check_all_used(["*.rotary_emb.inv_freq"])
+    # Copies of the model's embedding and head, with which it was trained; and a part that may be switched off.
+    w.check_all_used(["*.rotary_emb.inv_freq", *(OF_THE_MODEL if dspark else ())])
     heads = (moved(head, model.output_device),)
     return replace(model, network=replace(model.network, heads=heads), _fingerprint=None)
+
+
+def _sights(config: Config, inside: Config, layers: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+    """The window of each layer, and whether it is causal inside a block: those that the layer types give one are."""
+    given = config.strs("layer_types", layers, (FULL, SLIDING), default=None)
+    kinds, every = given or (FULL,) * layers, inside.bool("use_swa", default=False)
+    windows: tuple[int | None, ...] = (None,) * layers
+    if every or SLIDING in kinds:
+        size = config.int("sliding_window", low=1, default=inside.int("swa_window_size", low=1, default=None))
+        if size is None:
+            raise ModelError(f"{config.where} has layers with a window, and does not say how long it is")
+        windows = tuple(size if every or kind == SLIDING else None for kind in kinds)
+    said = inside.bool("causal", default=config.bool("is_causal", default=None))
+    return windows, tuple(kind == SLIDING if said is None else said for kind in kinds)
+
+
+def _chained(w: WeightLoader, shape: b.Dims, vocab: int) -> Chained:
+    """DSpark's part that reads the token before."""
+    config, names = w.config, ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
+    config.str("markov_head_type", allowed=("vanilla",), default="vanilla")
+    rank = config.int("markov_rank", low=1, high=MOST_RANK)
+    before, after = (w.linear(name, shape=(vocab, rank)) for name in names)
+    if not w.has("confidence_head.proj.weight") or not config.bool("enable_confidence_head", default=True):
+        return Chained(before, after)
+    alone = not config.bool("confidence_head_with_markov", default=True)
+    width = shape.hidden + (0 if alone else rank)
+    sure = w.linear("confidence_head.proj.weight", shape=(1, width))
+    return Chained(before, after, sure, w.tensor("confidence_head.proj.bias", (1,), optional=True), alone)
 
 
 def _taps(config: Config, inside: Config, layers: int, blocks: int) -> tuple[int, ...]:
