@@ -29,11 +29,12 @@ CONVERSATIONS = {
     "deepseek_v3": ("deepseek_v3", THINK), "kimi_k2": ("kimi", THINK), "kimi_linear": ("kimi", THINK),
     "glm4_moe": ("glm", THINK), "glm4_moe_lite": ("glm", THINK), "minimax_m2": ("minimax", THINK),
     "smollm3": ("hermes", THINK), "seed_oss": ("-", "&lt;seed:think>"), "granite": ("granite", THINK),
-    "granitemoehybrid": ("granite", THINK),
+    "granitemoehybrid": ("granite", THINK), "mllama_text_model": ("llama", "-"),
 }  # fmt: skip
 
 ENCODER = "reads in both directions, or belongs to an encoder"
-SPEECH = "a part of a model of speech, music or pictures"
+SPEECH = "generates speech or music, or only describes pictures"
+BYTES = "reads bytes in patches of lengths that a second model chooses"
 SPARSE = "attends to chosen positions, which needs a state of its own"
 OLD = "old and hardly used"
 WRAPPER = "a wrapper: its text model is loaded"
@@ -46,8 +47,8 @@ LEFT_OUT = {
          "plbart", "prophetnet", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm",
          "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod", "hrm_text"), ENCODER),
     **dict.fromkeys(
-        ("moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody", "trocr", "git", "got_ocr2",
-         "emu3", "fuyu", "blt", "mllama"), SPEECH),
+        ("moshi", "musicgen", "musicgen_melody", "trocr", "git"), SPEECH),
+    "blt": BYTES,
     **dict.fromkeys(
         ("qwen4_exp", "qwen4_exp_text"), SPARSE),
     **dict.fromkeys(("ctrl", "cpmant", "gpt_neox_japanese", "openai-gpt", "reformer"), OLD),
@@ -55,15 +56,17 @@ LEFT_OUT = {
     **dict.fromkeys(
         ("cohere_compass_text", "doge",
          "dory", "inkling2_loop_text", "inkling2_text", "inkling_text",
-         "phi4_multimodal", "zamba"), NEXT),
+         ), NEXT),
 }  # fmt: skip
 WITH_SOURCE = "with a source"  # of modules whose models have an encoder
 ENCODERS = ("bart", "t5", "t5gemma", "whisper")
+TEXT_OF_OTHERS = ("got_ocr2", "moss_transcribe_diarize")  # wrappers without the files and templates of their text model
 # Types of wrappers, and of the same model under another name -> the family that runs them.
 LOADED_AS = {
     "gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "gemma4": "gemma4_text", "llama4": "llama4_text",
     "gemma4_unified": "gemma4_unified_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
-    "gpt-sw3": "gpt2", "dots3_note": "dots3_note_text",
+    "gpt-sw3": "gpt2", "dots3_note": "dots3_note_text", "mllama": "mllama_text_model", "emu3": "emu3_text_model",
+    "fuyu": "persimmon", "got_ocr2": "qwen2", "moss_transcribe_diarize": "qwen3",
 }  # fmt: skip
 
 
@@ -81,8 +84,9 @@ def table() -> str:
     lines = ["| type | loads | GGUF | same bits | tools | reasoning |", "|---|---|---|---|---|---|"]
     for family in sorted({*FAMILIES, *LOADED_AS}):
         runs_as = LOADED_AS.get(family, family)
-        files = ", ".join(sorted(by_family.get(runs_as, []))) or "-"
-        tools, thoughts = CONVERSATIONS.get(runs_as, ("-", "-"))
+        known_as = family if family in TEXT_OF_OTHERS else runs_as
+        files = ", ".join(sorted(by_family.get(known_as, []))) or "-"
+        tools, thoughts = CONVERSATIONS.get(known_as, ("-", "-"))
         loads = "yes" if runs_as == family else f"as {runs_as}"
         loads = WITH_SOURCE if FAMILIES[runs_as] in ENCODERS else loads
         lines.append(f"| {family} | {loads} | {files} | yes | {tools} | {thoughts} |")

@@ -39,6 +39,26 @@ def lfm3(config: Config, tensors: Tensors) -> None:
             tensors[name.replace(here, gates[here == gates[0]])] = tensors.pop(name)
 
 
+def phi4_multimodal(config: Config, tensors: Tensors) -> None:
+    """Phi-4-multimodal-instruct: adapters for pictures and sounds wrap the projections."""
+    config["model_type"] = "phi4mm"
+    for name in list(tensors):
+        module, _, kind = name.rpartition(".")
+        if name.startswith("model.layers.") and module.endswith("_proj"):
+            tensors[f"{module}.base_layer.{kind}"] = tensors.pop(name)
+            tensors |= {f"{module}.lora_{part}.speech.weight": torch.ones(3, 3) for part in "AB"}
+
+
+def mllama(config: Config, tensors: Tensors) -> None:
+    """Llama-3.2-11B-Vision: the text model lies inside a wrapper, beside a tower."""
+    text = dict(config)
+    config.clear()
+    config |= {"model_type": "mllama", "text_config": text}
+    for name in list(tensors):
+        tensors[f"language_model.{name}"] = tensors.pop(name)
+    tensors["vision_model.class_embedding"] = torch.ones(3)
+
+
 def kimi_linear(config: Config, tensors: Tensors) -> None:
     """Kimi-Linear-48B-A3B: what is linear lies in a config of its own, layers count from 1, dense parts are `mlp`."""
     kinds = config.pop("layer_types")
@@ -221,6 +241,8 @@ CHANGES = {
     "exaone4": exaone4,
     "gemma": gemma,
     "hunyuan_v1_dense-alpha": hunyuan,
+    "phi4_multimodal": phi4_multimodal,
+    "mllama": mllama,
     "lfm2": lfm2,
     "lfm3": lfm3,
     "kimi_linear": kimi_linear,

@@ -11,7 +11,7 @@ CASES = (
     "llama-tied-mha", "qwen3_moe", "phi3", "gemma", "gpt2", "gpt_neox-sequential", "falcon-grouped", "cohere2",
     "gemma2", "gemma3n", "gpt_oss", "llama4", "mistral", "deepseek_v3", "mimo_v2_flash", "longcat_flash", "qwen3_next",
     "kimi_linear", "mamba2", "falcon_h1", "mamba", "jamba", "zamba2-adapters", "lfm2", "zaya", "recurrent_gemma",
-    "minimax", "xlstm-biased", "dbrx",
+    "minimax", "xlstm-biased", "dbrx", "zamba",
 )  # fmt: skip
 BOUND = 1e-4
 

@@ -15,6 +15,16 @@ def _scaled(kind: str, **changes: Any) -> dict[str, Any]:
 _FACTORS = {"short_factor": [1.0, 1.3, 1.7, 2.0], "long_factor": [2.0, 3.0, 5.0, 8.0]}
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
 _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+_TOWERS = {  # of Phi-4-multimodal, which are left out
+    "vision_config": {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "crop_size": 28,
+    },
+    "audio_config": {
+        "hidden_size": 16, "intermediate_size": 16, "num_blocks": 1, "num_attention_heads": 2, "ext_pw_out_channel": 16,
+        "depthwise_separable_out_channel": 16, "nemo_conv_channels": 8, "bias_max_distance": 8,
+    },
+}  # fmt: skip
 
 CASES = {
     "llama": partial(_config, "LlamaConfig"),
@@ -49,6 +59,12 @@ CASES = {
         _config, "SmolLM3Config", no_rope_layers=[0, 1, 0], tie_word_embeddings=False, num_key_value_heads=3
     ),
     "phi3": partial(_config, "Phi3Config"),
+    "phi4_multimodal": partial(
+        _config, "Phi4MultimodalConfig", **_TOWERS, pad_token_id=0, **_scaled("default", partial_rotary_factor=0.75),
+    ),
+    "phi4_multimodal-tied": partial(
+        _config, "Phi4MultimodalConfig", **_TOWERS, pad_token_id=0, tie_word_embeddings=True, num_key_value_heads=6,
+    ),
     "phi3-longrope": partial(
         _config, "Phi3Config", original_max_position_embeddings=64, num_key_value_heads=3,
         rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **_FACTORS,

@@ -37,6 +37,7 @@ _FALCON_H1 = {
     "ssm_out_multiplier": 0.7,
 }
 _NEMOTRON_H = {"mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 10, "chunk_size": 32, "time_step_min": 0.6}
+_ZAMBA = {"intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2, "use_associative_scan": False}
 _ZAMBA2 = {"n_mamba_heads": 12, "mamba_d_state": 10, "chunk_size": 32, "adapter_rank": 4, "time_step_min": 0.6}
 
 CASES = {
@@ -117,6 +118,16 @@ CASES = {
         layers_block_type=["linear_attention", "moe", "full_attention"], n_routed_experts=5, num_experts_per_tok=3,
         moe_intermediate_size=24, moe_shared_expert_intermediate_size=20, moe_latent_size=16, norm_topk_prob=False,
         mlp_bias=True, use_conv_bias=False,
+    ),
+    "zamba": partial(
+        _config, "ZambaConfig", **_ZAMBA, mamba_d_state=5, num_hidden_layers=4,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+        max_position_embeddings=512,
+    ),
+    "zamba-deep": partial(
+        _config, "ZambaConfig", **{**_ZAMBA, "num_key_value_heads": 4}, num_hidden_layers=7, n_mamba_heads=3,
+        attn_layer_period=2, attn_layer_offset=1, mamba_d_conv=3, mamba_dt_rank=5, mamba_proj_bias=True,
+        mamba_conv_bias=False, attention_head_dim=12, max_position_embeddings=512,
     ),
     "zamba2": partial(
         _config, "Zamba2Config", **{**_ATTENTION, "num_attention_heads": 4, "num_key_value_heads": 2}, **_ZAMBA2,

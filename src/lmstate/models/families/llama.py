@@ -6,7 +6,8 @@ x = x + down(silu(gate(y)) * up(y))    # y = norm(x)
 logits = head(norm(x))
 
 Families that differ by a line are here too: ERNIE 4.5 and Helium rotate neighboring features, Seed-OSS says of each
-part by itself whether it has biases, and the feed-forward part of Arcee has no gate.
+part by itself whether it has biases, and the feed-forward part of Arcee has no gate. The layers of Llama 3.2 Vision
+that attend to pictures do nothing in a text, and are left out.
 """
 
 from __future__ import annotations
@@ -22,6 +23,16 @@ from lmstate.models.model import Model
 
 DEFAULTS: b.Defaults = {
     "arcee": {**b.EPS, "hidden_act": "relu2"},
+    "emu3_text_model": {
+        **b.EPS,
+        "vocab_size": 184_622,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rope_theta": 1_000_000.0,
+    },
     "ernie4_5": {
         **b.EPS,
         "num_key_value_heads": 2,
@@ -33,6 +44,17 @@ DEFAULTS: b.Defaults = {
     "internlm3": {**b.EPS, "num_key_value_heads": 2, "head_dim": 128},
     "iquestcoder": {**b.EPS, "num_key_value_heads": 8, "head_dim": 128},
     "llama": b.LLAMA,
+    "mllama_text_model": {
+        **b.EPS,
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rope_theta": 500_000.0,
+        "cross_attention_layers": (3, 8, 13, 18, 23, 28, 33, 38),
+    },
     "paddleocr_vl_text": {
         **b.EPS,
         "vocab_size": 103_424,
@@ -49,6 +71,7 @@ DEFAULTS: b.Defaults = {
 }
 
 NEIGHBOURS = ("ernie4_5", "helium")
+MARKS = 8  # of pictures: rows of the embedding of Llama 3.2 Vision past the vocabulary, which no answer has
 # Whose fields for the biases of q, k and v, of the projection after attention, and of the feed-forward part differ.
 BIASES = {
     "ernie4_5": ("use_bias", "use_bias", "use_bias"),
@@ -79,7 +102,15 @@ def build(w: WeightLoader) -> Model:
         mixer,
         lambda _, name: made(w, name, shape.hidden, inner, act, biased=inside),
     )
-    return b.decoder(w, shape, block)
+    seeing = config.ints("cross_attention_layers", default=()) if family == "mllama_text_model" else ()
+    own = [index for index in range(shape.layers) if index not in seeing]
+    return b.decoder(
+        w,
+        replace(shape, layers=len(own)),
+        lambda index: block(own[index], f"model.layers.{own[index]}"),
+        marks=MARKS if family == "mllama_text_model" else 0,
+        ignore=tuple(f"model.layers.{index}.*" for index in seeing),
+    )
 
 
 def _says(config: Config, name: str | None) -> bool:

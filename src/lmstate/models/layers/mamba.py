@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lmstate import ops
@@ -69,3 +70,36 @@ class Mamba:
         x, gate = ops.linear(x, self.project, self.bias, norm=norm).chunk(2, dim=-1)
         y = cache.advance(x, step, gate=gate)
         return ops.linear(y, self.out, self.out_bias, residual=residual)
+
+
+@dataclass(eq=False)
+class HeadedMamba(Mamba):
+    """A Mamba of H heads, each of which decides on dt, B and C from its own P features (Zamba, 2405.16712).
+
+    `select [H * (Q + 2 * N), P]` and `dt_project [I, Q]` hold those of the heads one below the other.
+    """
+
+    heads: int = 1
+
+    def scan(self, inputs: Tensor, carry: Carry, counts: Tensor, gate: Tensor | None) -> tuple[Tensor, Carry]:
+        tail, state = carry
+        x, tail = causal_conv(inputs, tail, self.conv, self.conv_bias, counts, "silu")
+        size, width = self.A.shape[1], self.A.shape[0] // self.heads
+        chosen = self._own(ops.linear(x.unflatten(-1, (self.heads, width)), self.select))  # [R, T, H, Q + 2 * N]
+        rank = self.dt_project.in_features
+        dt = self._own(ops.linear(chosen[..., :rank], self.dt_project)).flatten(-2) + self.dt_bias  # [R, T, I]
+        ys, states = [], []
+        for head in range(self.heads):
+            of = slice(head * width, (head + 1) * width)
+            B, C = chosen[:, :, head, rank:].split(size, dim=-1)
+            y, kept = selective_scan(
+                x[..., of], dt[..., of], self.A[of], B, C, self.D[of], state[:, of], counts, softplus=True,
+                gate=None if gate is None else gate[..., of],
+            )  # fmt: skip
+            ys.append(y)
+            states.append(kept)
+        return torch.cat(ys, dim=-1), (tail, torch.cat(states, dim=1))
+
+    def _own(self, each: Tensor) -> Tensor:
+        """Each head's product with its own matrix, of those with all: `[R, T, H, H * N]` -> `[R, T, H, N]`."""
+        return each.unflatten(-1, (self.heads, -1)).diagonal(dim1=-3, dim2=-2).mT.contiguous()

@@ -1,4 +1,4 @@
-"""Zamba2's hybrid layer: a transformer block whose weights several layers share, and a Mamba-2 that reads it too."""
+"""The hybrid layer of Zamba: a transformer block whose weights several layers share, and a Mamba that reads it too."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.models.layers.attention import Attention
+from lmstate.models.layers.mamba import Mamba
 from lmstate.models.layers.mamba2 import Mamba2
 from lmstate.models.layers.mlp import MLP
 from lmstate.models.layers.rope import Rope
@@ -51,7 +52,7 @@ class SharedTransformer:
     attention_norm: Norm
     mlp: MLP
     mlp_norm: Norm
-    mlp_adapter: LayerAdapter
+    mlp_adapter: LayerAdapter | None = None
     attention_adapter: LayerAdapter | None = None
 
     def __call__(self, x: Tensor, step: Step, cache: LayerState) -> Tensor:
@@ -61,20 +62,23 @@ class SharedTransformer:
         if self.attention_adapter is not None:
             qkv = qkv + self.attention_adapter(both)
         x = ops.norm(self.attention.mix(qkv, step, cache), self.mlp_norm)  # [R, T, E]
-        hidden = ops.linear(x, self.mlp.up, self.mlp.up_bias) + self.mlp_adapter(x)
+        hidden = ops.linear(x, self.mlp.up, self.mlp.up_bias)
+        if self.mlp_adapter is not None:
+            hidden = hidden + self.mlp_adapter(x)
         return ops.linear(hidden, self.mlp.down, self.mlp.down_bias, gate=self.mlp.act)
 
 
 @dataclass(eq=False)
 class ZambaHybrid:
-    """A Mamba-2 whose input is the stream and, through a matrix of this layer's own, the shared transformer's output.
+    """A Mamba whose input is the stream and, through a matrix of this layer's own, the shared transformer's output.
 
-    Glorioso et al. 2024 (2411.15242). The transformer's output goes into the state space alone, not into the stream.
+    Glorioso et al. 2024 (2405.16712, and with Mamba-2 2411.15242). The transformer's output goes into the state space
+    alone, not into the stream.
     """
 
     transformer: SharedTransformer
     link: Weight  # [E, E]
-    mamba: Mamba2
+    mamba: Mamba | Mamba2
     mamba_norm: Norm
 
     @property

@@ -73,22 +73,25 @@ def decoder(
     heads: HeadBuilder | None = None,
     encoder: Encoder | None = None,
     reads: Sequence[int | None] = (),
+    marks: int = 0,
     ignore: tuple[str, ...] = (),
 ) -> Model:
     """A stack of `shape.layers` blocks between `embed_tokens` and `lm_head` (the embedding itself where they are tied).
 
     A checkpoint that holds a head of its own is not tied, whatever its config says. `embed`: the embedding's name where
     it is another. `head_biased`: the head has a bias. `heads`: of multi-token prediction, built if they are asked for.
-    `reads`: for each block the earlier one whose keys or choices it reads, if it does. `ignore`: patterns of tensors
-    that the checkpoint holds and this model needs not (rotary tables, say).
+    `reads`: for each block the earlier one whose keys or choices it reads, if it does. `marks`: rows of the embedding
+    past the vocabulary, which the head does not have. `ignore`: patterns of tensors that the checkpoint holds and this
+    model needs not (rotary tables, say).
     """
     config = w.config
     embedded = f"{embed or prefix + '.embed_tokens'}.weight"
     devices = w.devices(shape.layers, _state_bytes(w, shape), reads)
     with w.on(devices[0]):
-        embedding = w.linear(embedded, shape=(shape.vocab, shape.hidden))
-    tied = not w.has("lm_head.weight") or (
-        config.bool("tie_word_embeddings", default=False) and w.same("lm_head.weight", embedded)
+        embedding = w.linear(embedded, shape=(shape.vocab + marks, shape.hidden))
+    tied = not marks and (
+        not w.has("lm_head.weight")
+        or (config.bool("tie_word_embeddings", default=False) and w.same("lm_head.weight", embedded))
     )
     with w.on(devices[-1]):
         head = embedding if tied else w.linear("lm_head.weight", shape=(shape.vocab, shape.hidden))

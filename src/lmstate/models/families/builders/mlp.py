@@ -54,11 +54,14 @@ def mlp(
     )
 
 
-def fused_mlp(w: WeightLoader, prefix: str, hidden: int, inner: int, act: str) -> MLP:
-    """A gated feed-forward block whose gate and up are one matrix: `gate_up_proj`, `down_proj`."""
+def fused_mlp(w: WeightLoader, prefix: str, hidden: int, inner: int, act: str, inside: str = "") -> MLP:
+    """A gated feed-forward block whose gate and up are one matrix: `gate_up_proj`, `down_proj`.
+
+    `inside`: what follows these names, where another module wraps them.
+    """
     return MLP(
-        w.linear(f"{prefix}.gate_up_proj.weight", shape=(2 * inner, hidden)),
-        w.linear(f"{prefix}.down_proj.weight", shape=(hidden, inner)),
+        w.linear(f"{prefix}.gate_up_proj{inside}.weight", shape=(2 * inner, hidden)),
+        w.linear(f"{prefix}.down_proj{inside}.weight", shape=(hidden, inner)),
         act,
     )
 
