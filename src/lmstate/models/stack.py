@@ -91,7 +91,7 @@ def run_tapped(
         runs = [plan.run for plan in plans.parts]
     streams = []
     for run, (first, stop) in zip(runs, pairwise(bounds)):
-        x = run(x, step, layers[first:stop])
+        x = run(x, step, layers[first:stop]) if first < stop else x  # a tap may be behind the last block
         streams.append(x)
     return x, streams[:-1]
 

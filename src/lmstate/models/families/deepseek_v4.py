@@ -6,7 +6,7 @@ s = mixed(s) + w' * experts(norm(mix'(s)))      # beside shared ones
 logits = head(norm(mix''(s)))
 
 A layer attends to the last tokens alone, to all entries of 128 tokens each (HCA), or to those of 4 tokens that an index
-chooses (CSA). Experts of the first layers follow from the token itself, by a table.
+chooses (CSA). Experts of the first layers follow from the token itself, by a table. Its drafter is DSpark.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.renamed import Renamed
 from lmstate.errors import ModelError
 from lmstate.models.families import builders as b
+from lmstate.models.heads.block_head import Chained
+from lmstate.models.heads.dspark import LatentSpark
 from lmstate.models.layers.compressed_attention import CompressedAttention, Compressor, EntryIndex
 from lmstate.models.layers.hyper_connection import HyperBlock, RepeatedEmbedding
 from lmstate.models.layers.mlp import ClampedMLP
@@ -55,6 +57,7 @@ WINDOW, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "hea
 BY_RATIO = {0: WINDOW, 4: SPARSE, 128: HEAVY}
 RATES = {SPARSE: 4, HEAVY: 128}
 HASHED, ROUTED = "hash_moe", "moe"
+MOST_STAGES, MOST_BLOCK = 64, 256
 # How parts are called in files, and here.
 PARTS = (
     (r"^(model\.)?embed\.", "model.embed_tokens."),
@@ -62,6 +65,7 @@ PARTS = (
     (r"^norm\.", "model.norm."),
     (r"^(model\.)?hc_head_(fn|base|scale)$", r"model.hc_head.hc_\2"),
     (r"^(model\.)?hc_head\.", "model.hc_head."),
+    (r"^(mtp\.\d+)\.hc_head_(fn|base|scale)$", r"\1.hc_head.hc_\2"),
     (r"\.attn\.", ".self_attn."),
     (r"\.ffn\.", ".mlp."),
     (r"\.attn_norm\.", ".input_layernorm."),
@@ -157,9 +161,8 @@ def build(w: WeightLoader) -> Model:
     )
     top_k = b.top_k(config, count)
 
-    def mixture(index: int, prefix: str) -> MixtureOfExperts:
+    def mixture(prefix: str, hashed: bool) -> MixtureOfExperts:
         gate = f"{prefix}.gate"
-        hashed = mixtures[index] == HASHED
         correction = None if hashed else w.tensor(f"{gate}.e_score_correction_bias", (count,))
         matrix = b.router_weight(w, f"{gate}.weight", count, shape.hidden)
         router = RootRouter(matrix, top_k, config.float("routed_scaling_factor", default=1.5), correction)
@@ -167,28 +170,62 @@ def build(w: WeightLoader) -> Model:
         shared = b.mlp(w, f"{prefix}.shared_experts", shape.hidden, inner, act)
         return MixtureOfExperts(router, [ClampedMLP(each, limit) for each in routed], ClampedMLP(shared, limit))
 
-    def block(index: int) -> Block:
-        layer = f"model.layers.{index}"
-        made = HyperBlock(
-            _attention(w, f"{layer}.self_attn", shape, kinds[index], ropes),
-            mixture(index, f"{layer}.mlp"),
+    def plain(layer: str, kind: str, experts: MixtureOfExperts) -> HyperBlock:
+        return HyperBlock(
+            _attention(w, f"{layer}.self_attn", shape, kind, ropes),
+            experts,
             normed(f"{layer}.input_layernorm"),
             normed(f"{layer}.post_attention_layernorm"),
             around_mixer=b.hyper_connection(w, f"{layer}.attn_hc", shape, streams),
             around_mlp=b.hyper_connection(w, f"{layer}.ffn_hc", shape, streams),
         )
-        if mixtures[index] != HASHED:
+
+    def block(index: int) -> Block:
+        layer = f"model.layers.{index}"
+        hashed = mixtures[index] == HASHED
+        made = plain(layer, kinds[index], mixture(f"{layer}.mlp", hashed))
+        if not hashed:
             return made
         table = w.tensor(f"{layer}.mlp.gate.tid2eid", (shape.vocab, top_k)).long()
         if int(table.min()) < 0 or int(table.max()) >= count:
             raise ModelError(f"{w.source.path}: the table of {layer}.mlp names experts that are not in 0..{count - 1}")
         return HashedBlock(**vars(made), experts_of_token=table)
 
+    def drafter(embed: Weight, head: Weight, head_bias: Tensor | None) -> tuple[LatentSpark, ...]:
+        count = next((at for at in range(MOST_STAGES) if not w.has(f"mtp.{at}.self_attn.kv_proj.weight")), MOST_STAGES)
+        if not count or not config.given("dspark_target_layer_ids"):
+            return ()
+        stages = [f"mtp.{index}" for index in range(count)]
+        taps = tuple(index + 1 for index in config.ints("dspark_target_layer_ids", high=shape.layers - 1))
+        last, rank = stages[-1], config.int("dspark_markov_rank", low=1, high=b.MAX_SIZE, default=256)
+        if not taps or sorted(set(taps)) != list(taps):
+            raise ModelError(f"config: dspark_target_layer_ids are {[tap - 1 for tap in taps]}; they must rise")
+        before, after = (
+            w.linear(f"{last}.markov_head.markov_w{at}.weight", shape=(shape.vocab, rank)) for at in (1, 2)
+        )
+        sure = w.linear(f"{last}.confidence_head.proj.weight", shape=(1, shape.hidden + rank))
+        return (
+            LatentSpark(
+                taps,
+                w.linear(f"{stages[0]}.main_proj.weight", shape=(shape.hidden, len(taps) * shape.hidden)),
+                normed(f"{stages[0]}.main_norm"),
+                tuple(plain(stage, WINDOW, mixture(f"{stage}.mlp", False)) for stage in stages),
+                b.hyper_head(w, f"{last}.hc_head", shape, streams),
+                normed(f"{last}.norm"),
+                embed,
+                head,
+                config.int("dspark_block_size", low=1, high=MOST_BLOCK),
+                config.int("dspark_noise_token_id", high=shape.vocab - 1),
+                Chained(before, after, sure),
+            ),
+        )
+
     return b.decoder(
         w,
         shape,
         block,
         entry=RepeatedTokens(streams.count),
+        heads=drafter,
         exit=b.hyper_head(w, "model.hc_head", shape, streams),
         ignore=("mtp.*", "model.mtp.*"),
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lmstate.errors import PendingError
 from lmstate.models.heads.assistant import AssistantHead
-from lmstate.models.heads.dflash import DFlashHead
+from lmstate.models.heads.block_head import BlockHead
 from lmstate.models.heads.head import DraftHead, parts
 from lmstate.ops import Norm
 from lmstate.speculation.heads_drafter import AheadDraft
@@ -41,7 +41,7 @@ def read(
             assert isinstance(cache, LastInputState)
             cache.advance(hidden, step)
             continue
-        if isinstance(head, DFlashHead):
+        if isinstance(head, BlockHead):
             assert isinstance(cache, CompositeState)
             head.read_context(hidden, step, cache.members)
             continue
@@ -77,7 +77,7 @@ def draft_ahead(
         return drafted.drafts()
     if isinstance(heads[0], AssistantHead):
         _assisted(heads[0], caches[0], state.layers, drafted)
-    elif isinstance(heads[0], DFlashHead):
+    elif isinstance(heads[0], BlockHead):
         _block(heads[0], caches[0], layout.capacity, drafted)
     else:
         _chain(heads[0], caches[0], drafted) if len(heads) == 1 else _each(heads, caches, drafted)
@@ -164,7 +164,7 @@ def _assisted(head: AssistantHead, cache: LayerState, layers: Sequence[LayerStat
         before = head.handed_on(stream)
 
 
-def _block(head: DFlashHead, cache: LayerState, capacity: int | None, drafted: _Drafted) -> None:
+def _block(head: BlockHead, cache: LayerState, capacity: int | None, drafted: _Drafted) -> None:
     """Draft with a head that fills a block at once; rows that have no room for one get no draft."""
     assert isinstance(cache, CompositeState)
     for row, length in enumerate(drafted.lengths):
@@ -183,7 +183,7 @@ def _block(head: DFlashHead, cache: LayerState, capacity: int | None, drafted: _
     finally:
         cache.discard()
     for at in range(max(drafted.counts)):
-        if not drafted.append(*head.drafted_next(stream, at, drafted.tokens[:, -1])):
+        if not drafted.append(*head.next(stream, at, drafted.tokens[:, -1])):
             return
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.models.block import Block
-from lmstate.models.heads.head import DraftHead
+from lmstate.models.heads.block_head import BlockHead, Chained, NextDraft
 from lmstate.models.layers.attention import Attention
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.state import CompositeState, LayerState, Layout, Step
@@ -28,21 +28,7 @@ from lmstate.state.layers.context_keys import ContextKeys
 
 
 @dataclass(frozen=True, eq=False)
-class Chained:
-    """The part of DSpark that reads the token before: logits that are added, and how sure the drafter is.
-
-    `sure` None: as sure as the chosen token is probable. `sure_of_stream`: it reads the stream alone.
-    """
-
-    before: Weight  # [V, rank]
-    after: Weight  # [V, rank]
-    sure: Weight | None = None  # [1, E + rank]
-    sure_bias: Tensor | None = None  # float32 [1]
-    sure_of_stream: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class DFlashHead(DraftHead):
+class DFlashHead(BlockHead):
     """Weights of the drafter. `size`: tokens of a block, of which the first is known; `mask`: the id of the others.
 
     `causal`: of each layer, whether tokens of the block see only those before them. `chained`: DSpark's.
@@ -60,11 +46,9 @@ class DFlashHead(DraftHead):
     mask: int
     causal: tuple[bool, ...]
     chained: Chained | None = None
-    depth: int = 1
 
     @property
     def drafts(self) -> int:
-        """Number of tokens that a block drafts."""
         return self.size - (self.chained is None)
 
     def reads(self, stream: Tensor, norm: Norm, tapped: Sequence[Tensor]) -> Tensor:
@@ -73,26 +57,14 @@ class DFlashHead(DraftHead):
     def joined(self, before: Tensor, tokens: Tensor) -> Tensor:
         return self.embed.rows(tokens) * self.embed_scale
 
-    def handed_on(self, stream: Tensor) -> Tensor:
-        raise AssertionError("a block of drafts is made at once")
-
     def logits(self, stream: Tensor) -> Tensor:
         return ops.linear(stream, self.head, norm=self.norm)
 
-    def drafted_next(self, stream: Tensor, at: int, token: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits `[R, V]` of draft `at` after the tokens int64 `[R]` before it, and how sure of it it is `[R]`.
-
-        stream: `[R, T, E]` behind the blocks. None: as sure as it is probable.
-        """
-        chained = self.chained
-        if chained is None:
-            return self.logits(stream[:, at + 1]), None
-        own, before = ops.norm(stream[:, at], self.norm), chained.before.rows(token)
-        logits = ops.linear(own, self.head) + ops.linear(before, chained.after)
-        if chained.sure is None:
-            return logits, None
-        told = own if chained.sure_of_stream else torch.cat([own, before], dim=-1)
-        return logits, ops.sigmoid(ops.linear(told, chained.sure, chained.sure_bias))[:, 0]
+    def next(self, stream: Tensor, at: int, token: Tensor) -> NextDraft:
+        if self.chained is None:
+            return NextDraft(self.logits(stream[:, at + 1]))
+        own = ops.norm(stream[:, at], self.norm)
+        return self.chained.next(ops.linear(own, self.head), own, token)
 
     def new_state(self, layout: Layout) -> LayerState:
         """Its layer state: keys and values of every token for each of its blocks."""
@@ -105,14 +77,12 @@ class DFlashHead(DraftHead):
         ])  # fmt: skip
 
     def read_context(self, context: Tensor, step: Step, caches: Sequence[LayerState]) -> None:
-        """Keep the keys and values of what was made of a step's tokens, `[R, T, E]`."""
         for mixer, cache in zip(self._mixers, caches, strict=True):
             _, k, v = _projected(mixer, context, None)
             assert isinstance(cache, ContextKeys)
             cache.store(*_turned(mixer, k, v, step), step)
 
     def drafted(self, tokens: Tensor, step: Step, caches: Sequence[LayerState]) -> Tensor:
-        """The stream behind the blocks, `[R, T, E]`, of a block of tokens int64 `[R, T]` that a step makes room for."""
         x = self.joined(tokens, tokens)
         for block, mixer, causal, cache in zip(self.blocks, self._mixers, self.causal, caches, strict=True):
             assert isinstance(cache, ContextKeys)

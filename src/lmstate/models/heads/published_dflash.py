@@ -13,7 +13,8 @@ from lmstate.checkpoints.renamed import Renamed
 from lmstate.errors import ModelError
 from lmstate.models.block import Block
 from lmstate.models.families import builders as b
-from lmstate.models.heads.dflash import Chained, DFlashHead
+from lmstate.models.heads.block_head import Chained
+from lmstate.models.heads.dflash import DFlashHead
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.mapped import moved

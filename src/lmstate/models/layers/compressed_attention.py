@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,6 +72,15 @@ class EntryIndex:
     budget: int
 
 
+class Projected(NamedTuple):
+    """New tokens as attention reads them: vectors `[R, T, D]`, queries `[R, T, H, D]` and the latents of these."""
+
+    vector: Tensor
+    q: Tensor
+    q_latent: Tensor
+    tables: ops.RopeTables
+
+
 @dataclass(frozen=True, eq=False)
 class CompressedAttention:
     """Attention of H heads to one vector of each position that is key and value: the last `window`, and entries.
@@ -113,12 +123,7 @@ class CompressedAttention:
     def __call__(
         self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
-        q_latent, vector = ops.linear(x, self.down, norm=norm).split([self.down.shape[0] - self.dim, self.dim], dim=-1)
-        q_latent = ops.norm(q_latent, self.q_norm)
-        tables = self.rope.rotation(step)
-        q = ops.norm(ops.linear(q_latent, self.q_up).unflatten(-1, (-1, self.dim)), self.head_norm)  # [R, T, H, D]
-        q = last_rotated(q, tables)
-        vector = last_rotated(ops.norm(vector, self.norm)[:, :, None], tables)[:, :, 0]
+        vector, q, q_latent, tables = self.projected(x, step, norm)
         params = ops.AttentionParams(self.dim**-0.5, sinks=self.sinks)
         if isinstance(cache, WindowedVectors):
             cache.store(vector, step)
@@ -132,6 +137,20 @@ class CompressedAttention:
                 q, cache.keys.vectors, cache.entries.stored("entry"), self._chosen(x, q_latent, step, cache, norm),
                 step.starts_t, step.counts_t, window=self.window, scale=params.scale, sinks=self.sinks,
             )  # fmt: skip
+        return self.written(seen, tables, residual)
+
+    def projected(self, x: Tensor, step: Step, norm: Norm | None) -> Projected:
+        """Vectors and queries of x `[R, T, E]`, at the positions of a step."""
+        q_latent, vector = ops.linear(x, self.down, norm=norm).split([self.down.shape[0] - self.dim, self.dim], dim=-1)
+        q_latent = ops.norm(q_latent, self.q_norm)
+        tables = self.rope.rotation(step)
+        q = ops.norm(ops.linear(q_latent, self.q_up).unflatten(-1, (-1, self.dim)), self.head_norm)  # [R, T, H, D]
+        q = last_rotated(q, tables)
+        vector = last_rotated(ops.norm(vector, self.norm)[:, :, None], tables)[:, :, 0]
+        return Projected(vector, q, q_latent, tables)
+
+    def written(self, seen: Tensor, tables: ops.RopeTables, residual: Residual | None = None) -> Tensor:
+        """The output `[R, T, E]` of what the heads have seen `[R, T, H, D]`, turned back first."""
         seen = last_rotated(seen, tables._replace(sin=-tables.sin)).flatten(-2)  # [R, T, H * D]
         groups = per_head_matmul(seen.unflatten(-1, (len(self.out_groups), -1)), self.out_groups)
         return ops.linear(groups.flatten(-2), self.out, residual=residual)

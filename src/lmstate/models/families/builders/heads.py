@@ -12,7 +12,7 @@ from lmstate.checkpoints.loader import WeightLoader
 from lmstate.models.block import Block
 from lmstate.models.families.builders.dims import Dims, first_present
 from lmstate.models.families.builders.norms import NormBuilder
-from lmstate.models.heads.head import PredictionHead
+from lmstate.models.heads.head import DraftHead, PredictionHead
 from lmstate.ops import Norm, Weight
 
 MOST_HEADS = 64
@@ -51,7 +51,7 @@ def mtp_layers(w: WeightLoader, mtp: str = "mtp") -> Iterator[HeadNames]:
         yield HeadNames(layer, *(f"{mtp}.{name}" for name in names))
 
 
-HeadBuilder: TypeAlias = Callable[[Weight, Weight, Tensor | None], tuple[PredictionHead, ...]]
+HeadBuilder: TypeAlias = Callable[[Weight, Weight, Tensor | None], tuple[DraftHead, ...]]
 """The heads of a model, from its embedding, its head, and the bias of that."""
 
 
