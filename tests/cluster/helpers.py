@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,17 +17,19 @@ from lmstate.engine import Engine
 
 class LocalChannel:
     """Calls to an engine of this process. `dies_after`: tokens of an answer after which it is dead. `deaf`: no note
-    arrives. `unreached`: so many requests do not arrive."""
+    arrives. `unreached`: so many requests do not arrive. `hangs`: methods that give no answer."""
 
     def __init__(self, engine: Engine, rank: int) -> None:
         self.served, self.dead, self.dies_after = ServedEngine(engine, rank), False, -1
         self.taken, self.deaf, self.unreached = 0, False, 0
-        self.calls = Counter[str]()
+        self.calls, self.hangs = Counter[str](), set[str]()
 
     async def call(self, method: str, told: bytes) -> bytes:
         if self.dead or (self.deaf and method == "note"):
             raise ReplicaLost("it is dead")
         self.calls[method] += 1
+        if method in self.hangs:
+            await asyncio.Event().wait()
         found: bytes = await getattr(self.served, method)(told)
         return found
 

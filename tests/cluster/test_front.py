@@ -12,7 +12,7 @@ import pytest
 import lmstate
 from lmstate.cluster.front import Front
 from lmstate.cluster.handle import Listener, LocalReplica, Told, Work
-from lmstate.cluster.moving import MOST_MOVES, MovingRequest
+from lmstate.cluster.moving import MOST_LOST, MovingRequest
 from lmstate.engine import Drained, Engine, EngineClosed, EngineError, QueueFull, Request
 from lmstate.engine.delivery import Delivery
 from lmstate.engine.results import Piece
@@ -159,15 +159,15 @@ def test_a_replica_that_is_drained_hands_its_answers_on(after: int, tmp_path: Pa
             front.drain_replica("x")
 
 
-def test_an_answer_moves_at_most_twice() -> None:
+def test_an_answer_outlives_two_lost_replicas_and_no_more() -> None:
     model = ours("llama")
-    replicas = [Mortal(Engine(model), rank, lambda told, tokens: tokens > 2) for rank in range(MOST_MOVES + 2)]
+    replicas = [Mortal(Engine(model), rank, lambda told, tokens: tokens > 2) for rank in range(MOST_LOST + 2)]
     with Front(replicas, model) as front:
         answer = front.submit(prompt(20, 1), **{**GIVEN, "n": 1})
-        with pytest.raises(EngineError, match=f"moved {MOST_MOVES} times"):
+        with pytest.raises(EngineError, match=f"{MOST_LOST + 1} replicas were lost with this answer"):
             answer.result(600)
-        assert sum(replica.taken for replica in replicas) == MOST_MOVES + 1
-        assert answer.generated == 3 * (MOST_MOVES + 1)
+        assert sum(replica.taken for replica in replicas) == MOST_LOST + 1
+        assert answer.generated == 3 * (MOST_LOST + 1)
     for replica in replicas:
         replica.engine.close()
 

@@ -169,33 +169,33 @@ def test_pictures_that_come_damaged_are_refused(tmp_path: Path) -> None:
 
 def test_uploads_follow_each_other_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmstate.cluster.parts.MOST_OPEN", 2)
-    channel = LocalChannel(Engine(ours("llama")), 0)
+    with fleet(Engine(ours("llama"))) as (_, (channel,)):
 
-    def sent(to: str, id: str, start: int, data: bytes) -> None:
-        told = asyncio.run(channel.call("part", pack(WirePart(to, id, start, data))))
-        unpack(told, WireAnswer).read(type(None))
+        def sent(to: str, id: str, start: int, data: bytes) -> None:
+            told = asyncio.run(channel.call("part", pack(WirePart(to, id, start, data))))
+            unpack(told, WireAnswer).read(type(None))
 
-    me, uploads = channel.served.id, channel.served._uploads
-    with channel.served.engine, pytest.raises(lmstate.engine.EngineError, match="was replaced"):
-        sent("another", "a", 0, b"x")
-    sent(me, "a", 0, b"one ")
-    sent(me, "a", 4, b"two")
-    with uploads.taken("a") as path:
-        assert path.read_bytes() == b"one two"
-    assert not path.exists()
-    for id in "abc":
-        sent(me, id, 0, b"x")
-    with pytest.raises(ValueError, match="begins at 5; 1 bytes came"):
-        sent(me, "c", 5, b"y")
-    for gone in ("a", "c", "never"):
-        with pytest.raises(ValueError, match="not here"), uploads.taken(gone):
-            pass
-    (left,) = uploads._open
-    channel.served.check_health()
-    assert [*uploads._open] == [left], "its next part may come"
-    monkeypatch.setattr("lmstate.cluster.parts.ABANDONED", 0.0)
-    channel.served.check_health()
-    assert not uploads._open and uploads._folder is not None and not os.listdir(uploads._folder.name)
+        me, uploads = channel.served.id, channel.served._uploads
+        with pytest.raises(lmstate.engine.EngineError, match="was replaced"):
+            sent("another", "a", 0, b"x")
+        sent(me, "a", 0, b"one ")
+        sent(me, "a", 4, b"two")
+        with uploads.taken("a") as path:
+            assert path.read_bytes() == b"one two"
+        assert not path.exists()
+        for id in "abc":
+            sent(me, id, 0, b"x")
+        with pytest.raises(ValueError, match="begins at 5; 1 bytes came"):
+            sent(me, "c", 5, b"y")
+        for gone in ("a", "c", "never"):
+            with pytest.raises(ValueError, match="not here"), uploads.taken(gone):
+                pass
+        (left,) = uploads._open
+        channel.served.check_health()
+        assert [*uploads._open] == [left], "its next part may come"
+        monkeypatch.setattr("lmstate.cluster.parts.ABANDONED", 0.0)
+        channel.served.check_health()
+        assert not uploads._open and uploads._folder is not None and not os.listdir(uploads._folder.name)
 
 
 @pytest.mark.parametrize("case", ["bart", "t5", "whisper"])

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from threading import Lock, Timer
 from time import monotonic, sleep
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 import torch
@@ -34,7 +36,11 @@ from lmstate.vision.reader import PicturePrompt
 if TYPE_CHECKING:
     from lmstate.engine.serving import ServingModel
 
+LOG = logging.getLogger(__name__)
+Found = TypeVar("Found")
+
 MOVERS = 4  # threads on which requests move
+SETTLERS = 16  # threads on which turns of sessions end: each may wait for the store
 MOST_WAITING = 256  # new requests that wait for a replica while none takes them
 DRAIN_LOOK = 0.02  # seconds between two looks at whether requests ended
 SESSIONS = 100_000  # whose lengths are remembered
@@ -70,6 +76,9 @@ class Front:
         self._lock = Lock()
         self._patience = patience
         self._movers = ThreadPoolExecutor(MOVERS, "lmstate-moves")
+        self._settlers = ThreadPoolExecutor(SETTLERS, "lmstate-turns")
+        self._due: list[Callable[[], None]] = []  # to be called once the timer ends
+        self._texts_waiting = 0  # to be embedded
         self._running: set[MovingRequest] = set()
         self._closed = self._ending = False
         self.moved = self.lost = 0  # requests, replicas
@@ -147,14 +156,15 @@ class Front:
             key = replace(key, tokens=self._lengths.get(session, 0) + len(told))
         work = Work(told, params, priority, deadline, itl, session, idempotency_key, salt, sender)
         send = partial(self._send, key)
-        request = MovingRequest(work, ids, send, self._later, self._thinking_format, settle, self._patience)
+        settled = None if settle is None else partial(self._settle, settle)
+        request = MovingRequest(work, ids, send, self._later, self._thinking_format, settled, self._patience)
         with self._lock:
             self._refuse_ending()
-            waiting = sum(one.stranded for one in self._running)
+            waits = self._may_wait()
             self._running.add(request)
         request.when_done(partial(self._ended, session))
         try:
-            request.start(waits=self._patience > 0 and waiting < MOST_WAITING)
+            request.start(waits)
         except BaseException:
             with self._lock:
                 self._running.discard(request)
@@ -164,20 +174,50 @@ class Front:
     def _read(self, prompt: Any, salt: str) -> PicturePrompt:
         return read_prompt(self.model, prompt, self._replay, salt)
 
+    def _may_wait(self) -> bool:
+        """Whether one more request may wait for a replica. With the lock."""
+        return self._patience > 0 and self._texts_waiting + sum(one.stranded for one in self._running) < MOST_WAITING
+
     def _later(self, function: Callable[[], None], seconds: float) -> None:
+        """Call it after these seconds, or sooner if others wait already."""
         if not seconds:
-            self._movers.submit(function)
+            self._submit(function)
             return
+        with self._lock:
+            self._due.append(function)
+            runs = len(self._due) > 1
+        if not runs:
+            timer = Timer(seconds, self._call_due)
+            timer.daemon = True
+            timer.start()
 
-        def call() -> None:
+    def _call_due(self) -> None:
+        with self._lock:
+            due, self._due = self._due, []
+        for function in due:
+            self._submit(function)
+
+    def _submit(self, function: Callable[[], None]) -> None:
+        try:
+            self._movers.submit(function)
+        except RuntimeError:  # the front was closed meanwhile, which the function finds out
+            function()
+
+    def _settle(self, settle: Callable[[], None], finish: Callable[[], None]) -> Future[None]:
+        def settled() -> None:
             try:
-                self._movers.submit(function)
-            except RuntimeError:  # the front was closed meanwhile, which the function finds out
-                function()
+                settle()
+            except Exception:  # the answer is there all the same
+                LOG.exception("what follows the end of a request failed")
+            finish()
 
-        timer = Timer(seconds, call)
-        timer.daemon = True
-        timer.start()
+        try:
+            return self._settlers.submit(settled)
+        except RuntimeError:  # the front was closed meanwhile
+            settled()
+            done = Future[None]()
+            done.set_result(None)
+            return done
 
     def _send(
         self, key: RouteKey, work: Work, answered: list[list[int]], listener: Listener, tried: list[str]
@@ -215,6 +255,7 @@ class Front:
                 load = replica.load()
             except (ReplicaLost, EngineClosed):
                 del self._replicas[id]
+                self._draining.discard(id)
                 self.lost += 1
                 continue
             unread = self._placement.costs.read * load.unread
@@ -259,7 +300,7 @@ class Front:
 
     def load(self) -> Load:
         """The work of all replicas together; the seconds are those of the one that is free first."""
-        loads = [replica.load() for replica in self.replicas]
+        loads = [load for _, load in self._each(lambda replica: replica.load())]
         first = [load.first_token for load in loads if load.first_token is not None]
         return Load(
             sum(load.waiting for load in loads),
@@ -272,12 +313,20 @@ class Front:
 
     def stats(self) -> dict[str, float]:
         """Counters of all replicas added up, and of the front."""
-        replicas = self.replicas
-        found: dict[str, float] = {"replicas": len(replicas), "replicas_lost": self.lost, "moves": self.moved}
-        for replica in replicas:
-            for name, number in replica.stats().items():
+        told = self._each(lambda replica: replica.stats())
+        found: dict[str, float] = {"replicas": len(told), "replicas_lost": self.lost, "moves": self.moved}
+        for _, stats in told:
+            for name, number in stats.items():
                 found[name] = found.get(name, 0) + number
         return found
+
+    def _each(self, ask: Callable[[ReplicaHandle], Found]) -> list[tuple[int, Found]]:
+        """The answer of each replica, with its rank; of those that are lost meanwhile there is none."""
+        answers = []
+        for replica in self.replicas:
+            with suppress(ReplicaLost, EngineClosed):
+                answers.append((replica.rank, ask(replica)))
+        return answers
 
     def drain_replica(self, id: str, seconds: float = 0.0) -> bool:
         """Send it no more requests, and have its running ones end within `seconds` or go on elsewhere.
@@ -289,7 +338,12 @@ class Front:
             if (replica := self._replicas.get(id)) is None:
                 raise ValueError(f"unknown replica {id!r}; expected one of {sorted(self._replicas)}")
             self._draining.add(id)
-        return replica.drain(seconds)
+        try:
+            return replica.drain(seconds)
+        except ReplicaLost:  # if it is still there, its views tell whether it takes requests
+            with self._lock:
+                self._draining.discard(id)
+            raise
 
     def drain(self, seconds: float = 0.0) -> bool:
         """As `Engine.drain`, of the requests of this front: its replicas go on, and other fronts may use them.
@@ -316,6 +370,7 @@ class Front:
         for replica in replicas:
             replica.close()
         self._movers.shutdown()
+        self._settlers.shutdown()
 
     def refuse_closed(self) -> None:
         """Raise EngineClosed if it was closed."""

@@ -35,6 +35,7 @@ class Work:
     key: str | None = None  # of the session's turn
     salt: str = ""  # of its prefixes
     sender: str = ""
+    answered_to: list[int] | None = None  # of a session's turn that moves: the prompt that its answer followed
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Told:
     computed: int
     reused: int | None  # None before its prompt is begun
     outcome: Completion | BaseException | None = None
+    prompt: list[int] | None = None  # in the first news, of a session's turn: all of it, what is before it too
 
 
 Listener = Callable[[Told], None]
@@ -53,8 +55,6 @@ Listener = Callable[[Told], None]
 
 class Errand(Protocol):
     """A request at a replica."""
-
-    prompt: list[int]  # all of it, what a session has before it too
 
     def cancel(self) -> None: ...
 
@@ -101,8 +101,6 @@ class ReplicaHandle(Protocol):
         """The same object as before if nothing newer is known."""
         ...
 
-    def resident(self) -> list[str]: ...
-
     def stats(self) -> dict[str, float]: ...
 
     def drain(self, seconds: float) -> bool: ...
@@ -123,6 +121,7 @@ def submitted(engine: Engine, work: Work, answered: list[list[int]]) -> Request:
         salt=work.salt,
         sender=work.sender,
         answered=answered,
+        answered_to=work.answered_to,
     )
 
 
@@ -157,7 +156,7 @@ class LocalReplica:
             with self._lock:  # nothing is told of one that is lost but that it is
                 if self._lost:
                     return
-            listener(Told(pieces, request.computed, request.reused, outcome))
+            listener(Told(pieces, request.computed, request.reused, outcome, request.prompt))
             if outcome is not None:
                 with self._lock:
                     self._listeners.pop(listener, None)
@@ -168,10 +167,6 @@ class LocalReplica:
     def load(self) -> Load:
         self._refuse_lost()
         return self.engine.load()
-
-    def resident(self) -> list[str]:
-        self._refuse_lost()
-        return self.engine.resident()
 
     def stats(self) -> dict[str, float]:
         self._refuse_lost()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from threading import RLock
@@ -12,13 +12,24 @@ from time import monotonic
 from lmstate.cluster.handle import Errand, Listener, ReplicaLost, Told, Unreached, Work
 from lmstate.engine.delivery import Delivery
 from lmstate.engine.request import Request
-from lmstate.engine.results import Completion, Drained, EngineClosed, EngineError, NoReplica, Piece, QueueFull
+from lmstate.engine.results import (
+    Completion,
+    Drained,
+    EngineClosed,
+    EngineError,
+    NoReplica,
+    Piece,
+    QueueFull,
+    SessionMoved,
+)
+from lmstate.engine.session import SessionBusy
 from lmstate.generation.thinking import ThinkingFormat
 
-LOG = logging.getLogger(__name__)
-MOST_MOVES = 2
+MOST_LOST = 2  # replicas that may be lost with one answer; those that are drained do not count
 LOOK = 0.25  # seconds between two looks for a new replica
 LEAST_SECONDS = 1e-3  # of a deadline that is left to a request that moves
+
+FINAL = (QueueFull, SessionBusy)  # refusals that a new request ends with; one that moves waits
 
 Send = Callable[[Work, list[list[int]], Listener, list[str]], Errand]
 """`send(work, answered, listener, tried)`: have a replica go on with it that is not in `tried`, and add it there.
@@ -27,6 +38,10 @@ Raises what `Engine.submit` does."""
 
 Later = Callable[[Callable[[], None], float], object]
 """`later(function, seconds)`: call it then, on a thread that may wait."""
+
+
+Settle = Callable[[Callable[[], None]], "Future[None]"]
+"""`settle(finish)`: do what follows the end of a request, then call `finish`, on a thread that may wait."""
 
 
 class MovingRequest(Request):
@@ -42,17 +57,18 @@ class MovingRequest(Request):
         send: Send,
         later: Later,
         thinking: Callable[[], ThinkingFormat],
-        settle: Callable[[], None] | None = None,
+        settle: Settle | None = None,
         patience: float = 0.0,
     ) -> None:
-        """`ids`: of the prompt, if they are known; `patience`: seconds that it waits for a replica;
-        `settle` is called on such a thread before the outcome is told."""
+        """`ids`: of the prompt, if they are known; `patience`: seconds that it waits for a replica."""
         super().__init__(ids, self._forward, Delivery(), thinking)
         self.moves = 0
+        self.stranded = False  # whether it waits for a replica
+        self._lost = 0  # of the replicas that it was at
         self._settle, self._patience = settle, patience
         self._attempt = 0  # number of the replica that is heard
         self._tried: list[str] = []  # replicas, since it moved
-        self._refusal: Exception | None = None
+        self._refusal: Exception | None = None  # the last one
         self._work, self._send, self._later = work, send, later
         self._began = monotonic()
         self._lock = RLock()
@@ -60,16 +76,12 @@ class MovingRequest(Request):
         self._answered: list[list[int]] = [[] for _ in range(work.params.n)]
         self._texts = [""] * work.params.n
         self._ended = [False] * work.params.n
-        self._stranded: float | None = None  # since when there is no replica for it
+        self._homeless: float | None = None  # since when no replica takes it
+        self._asked_again = False  # a session's turn, whether it may be there already
         self._drained = False
         self._came = False  # whether it came to the replica that is heard
         self._heard = 0  # pieces from the replica that is heard
         self._told_read: int | None = None  # of these, as many as the replica knows to be read
-
-    @property
-    def stranded(self) -> bool:
-        """Whether it waits for a replica."""
-        return self._stranded is not None
 
     def start(self, waits: bool = False) -> None:
         """Send it for the first time. `waits`: where no replica takes it, it waits for one.
@@ -81,8 +93,7 @@ class MovingRequest(Request):
         except NoReplica:
             if not waits:
                 raise
-            self._stranded = monotonic()
-            self._later(self._move, LOOK)
+            self._wait()
 
     def drain(self) -> None:
         """End it as `Engine.drain` does, unless it has ended. Waits for `settle`."""
@@ -95,19 +106,24 @@ class MovingRequest(Request):
             answered = [list(tokens) for tokens in self._answered]
         if errand is not None:
             errand.cancel()
-        self._settled(Drained(answered, self._work.params.seed or 0))
+        finish = partial(self._finish, Drained(answered, self._work.params.seed or 0))
+        if self._settle is None:
+            finish()
+        else:
+            self._settle(finish).result()
 
     def _sent(self) -> None:
         work = self._work
         if work.deadline is not None:
             work = replace(work, deadline=max(LEAST_SECONDS, work.deadline - (monotonic() - self._began)))
         answered = [list(tokens) for tokens in self._answered] if any(self._answered) else []
+        if answered and work.session is not None:
+            work = replace(work, answered_to=self.prompt)
         attempt = self._attempt
         errand = self._send(work, answered, partial(self._hear, attempt), self._tried)
         with self._lock:
             if not self.done and attempt == self._attempt:
                 self._errand = errand
-                self.prompt = errand.prompt or self.prompt
             drained = self._drained
         if drained:
             errand.cancel()
@@ -145,6 +161,7 @@ class MovingRequest(Request):
         with self._lock:
             if attempt != self._attempt or self.done:
                 return
+            self.prompt = told.prompt or self.prompt
             if told.reused is not None:
                 self._came = True
                 self.computed = told.computed
@@ -159,24 +176,39 @@ class MovingRequest(Request):
                 return
             outcome = told.outcome
             if outcome is None:
+                self._homeless = None
                 self._delivery.deliver()
-            elif isinstance(outcome, QueueFull | EngineClosed | Unreached) and not self._came:
-                self._refusal = outcome if isinstance(outcome, QueueFull) else None
+            elif self._refused(outcome):
+                self._refusal = outcome if isinstance(outcome, FINAL) else None
                 self._go_on()
-            elif not isinstance(outcome, Drained | ReplicaLost):
-                self._attempt += 1  # nothing more is heard of it
-                if self._settle is None:
-                    self._finish(outcome)
-                else:
-                    self._later(partial(self._settled, outcome), 0.0)
-            elif self.moves == MOST_MOVES:
-                gave_up = f"the answer moved {self.moves} times, and its replica ended again: {outcome}"
-                self._finish(EngineError(gave_up))
-            else:
+            elif isinstance(outcome, Drained | ReplicaLost) or self._may_be_stored(outcome):
+                self._lost += isinstance(outcome, ReplicaLost)
+                if self._lost > MOST_LOST:
+                    gave_up = f"{self._lost} replicas were lost with this answer, the last one so: {outcome}"
+                    self._finish(EngineError(gave_up))
+                    return
                 self._delivery.deliver()
                 self.moves += 1
                 self._tried = []
                 self._go_on()
+            else:
+                self._attempt += 1  # nothing more is heard of it
+                if self._settle is None:
+                    self._finish(outcome)
+                else:
+                    self._settle(partial(self._finish, outcome))
+
+    def _refused(self, outcome: object) -> bool:
+        """Whether the replica did not take it, and another one may."""
+        if isinstance(outcome, SessionBusy):
+            return self.moves > 0  # by what is left of this turn, say
+        return not self._came and isinstance(outcome, QueueFull | EngineClosed | Unreached)
+
+    def _may_be_stored(self, outcome: object) -> bool:
+        """Whether a replica that was taken for lost may have committed this turn before another one did, once."""
+        asks = isinstance(outcome, SessionMoved) and self.moves > 0 and not self._asked_again
+        self._asked_again |= asks
+        return asks
 
     def _go_on(self) -> None:
         """Send it to another replica."""
@@ -185,32 +217,33 @@ class MovingRequest(Request):
         self._later(self._move, 0.0)
 
     def _move(self) -> None:
+        self.stranded = False
         if self.done:
             return
         try:
             self._sent()
-            self._stranded = None
-        except NoReplica as error:  # one that replaces the last one may come
-            self._stranded = self._stranded or monotonic()
-            late = self._work.deadline is not None and monotonic() - self._began >= self._work.deadline
-            waited = monotonic() - self._stranded >= self._patience
-            if self._refusal is not None or self.cancelled or late or waited:
+        except (NoReplica, *FINAL) as error:  # a replica that replaces the last one may come, or room at another one
+            if isinstance(error, FINAL):
+                self._refusal = error
+            now = monotonic()
+            self._homeless = self._homeless or now
+            late = self._work.deadline is not None and now - self._began >= self._work.deadline
+            waited = now - self._homeless >= self._patience
+            if (self._refusal is not None and not self.moves) or self.cancelled or late or waited:
                 with self._lock:
                     self._finish(self._refusal or error)
             else:
-                self._tried = []
-                self._later(self._move, LOOK)
+                self._wait()
         except Exception as error:
             with self._lock:
                 self._finish(self._refusal or error)
 
-    def _settled(self, outcome: Completion | BaseException) -> None:
-        try:
-            if self._settle is not None:
-                self._settle()
-        except Exception:  # the answer is there all the same
-            LOG.exception("what follows the end of a request failed")
-        self._finish(outcome)
+    def _wait(self) -> None:
+        """Look for a replica again in a moment."""
+        self._homeless = self._homeless or monotonic()
+        self._tried, self._refusal = [], None
+        self.stranded = True
+        self._later(self._move, LOOK)
 
     def _finish(self, outcome: Completion | BaseException) -> None:
         errand, self._errand = self._errand, None
@@ -224,6 +257,8 @@ class MovingRequest(Request):
         if self._ended[index]:  # an answer that had ended is ended again
             return
         again = len(had) - piece.start
+        if piece.tokens and piece.tokens == had[piece.start :][: len(piece.tokens)] and piece.finished is None:
+            return  # a replica that was taken for lost tells of the turn from its beginning
         if again:  # the answer to a turn that was stored before its sender heard of it: all of it at once
             text = self._texts[index]
             if again < 0 or piece.start or piece.tokens[: len(had)] != had or not piece.text.startswith(text):

@@ -107,11 +107,10 @@ class CallLoop:
 
 
 class RemoteErrand:
-    """A request at a replica of another process. `prompt` is empty until the replica tells it."""
+    """A request at a replica of another process."""
 
-    def __init__(self, replica: RemoteReplica, prompt: list[int]) -> None:
-        self.id, self.prompt = uuid4().hex, prompt
-        self._replica = replica
+    def __init__(self, replica: RemoteReplica) -> None:
+        self.id, self._replica = uuid4().hex, replica
 
     def cancel(self) -> None:
         self._replica.note(WireNote(self.id, cancel=True))
@@ -134,6 +133,7 @@ class RemoteReplica:
         self._lost: ReplicaLost | None = None
         self._lock = Lock()
         self._listeners: dict[RemoteErrand, Listener] = {}
+        self._waiting: set[asyncio.Task[Any]] = set()  # for what it does beside answers, on the loop
 
     @property
     def takes(self) -> bool:
@@ -157,9 +157,8 @@ class RemoteReplica:
 
         Raises UnsupportedError, ReplicaLost, and ValueError for a request that is too large to send.
         """
-        prompt = work.prompt if isinstance(work.prompt, PicturePrompt) else PicturePrompt([])
-        errand = RemoteErrand(self, prompt.tokens if work.session is None else [])
-        pictures = without_copies(prompt.media)
+        errand = RemoteErrand(self)
+        pictures = without_copies(work.prompt.media if isinstance(work.prompt, PicturePrompt) else ())
         told = pack(work_to_wire(work, answered, self.id, errand.id))
         if len(told) > MOST_MESSAGE:
             raise ValueError(f"the request has {len(told):,} bytes; a front sends at most {MOST_MESSAGE:,}: shorten it")
@@ -189,10 +188,7 @@ class RemoteReplica:
         stream = self._channel.stream("answer", told)
         try:
             async for data in stream:
-                news = unpack(data, WireNews)
-                if news.prompt is not None:
-                    errand.prompt = news.prompt
-                heard = news_of_wire(news)
+                heard = news_of_wire(unpack(data, WireNews))
                 if isinstance(heard.outcome, PictureMissing):
                     return heard.outcome
                 if isinstance(heard.outcome, ReplicaLost):
@@ -230,8 +226,7 @@ class RemoteReplica:
             told = pack(WireFile(self.id, upload, salt, name))
             unpack(await self._channel.call("load", told), WireAnswer).read(type(None))
 
-        self._refuse_lost()
-        self._loop.run(load(), FILE)
+        self._run(load(), FILE)
 
     def save_session(self, record: Record, path: Path, salt: str) -> None:
         """Write the file of a record, which it makes, to `path`. Raises as `Engine.save_session`, and ReplicaLost.
@@ -254,8 +249,7 @@ class RemoteReplica:
                         await self._send_picture(pictures[hash])
             raise ReplicaLost(f"replica {self.id} let pictures go as fast as they came")
 
-        self._refuse_lost()
-        self._loop.run(save(), FILE)
+        self._run(save(), FILE)
 
     async def _saved(self, record: Record, path: Path, salt: str) -> None:
         upload = await self._upload(parts_of(pack(WireRecord(list(record.tokens), record.to_json()))))
@@ -299,23 +293,36 @@ class RemoteReplica:
         return self._asked("look", WireQuestion(about, told, salt), kind, CALL)
 
     def _asked(self, method: str, question: WireQuestion, kind: type[Found], seconds: float) -> Found:
-        self._refuse_lost()
-        return unpack(self._loop.run(self._channel.call(method, pack(question)), seconds), WireAnswer).read(kind)
+        return unpack(self._run(self._channel.call(method, pack(question)), seconds), WireAnswer).read(kind)
+
+    def _run(self, work: Coroutine[Any, Any, Found], seconds: float) -> Found:
+        return self._loop.run(self._unless_lost(work), seconds)
 
     async def embed(self, tokens: list[int], pooling: str) -> Tensor:
         """As `Engine.embed`, on the loop."""
-        self._refuse_lost()
         asked = pack(WireQuestion("embed", WirePrompt(tokens), pooling=pooling))
-        answer = unpack(await self._channel.call("embed", asked), WireAnswer)
+        answer = unpack(await self._unless_lost(self._channel.call("embed", asked)), WireAnswer)
         return torch.tensor(answer.read(list[float]))
+
+    async def _unless_lost(self, work: Coroutine[Any, Any, Found]) -> Found:
+        """Its result. Raises ReplicaLost as soon as the replica is lost: one that hangs answers no call."""
+        task = asyncio.ensure_future(work)
+        self._waiting.add(task)
+        try:
+            if self.lost:
+                task.cancel()
+            return await task
+        except asyncio.CancelledError:
+            if (own := asyncio.current_task()) is None or not own.cancelling():
+                self._refuse_lost()
+            raise
+        finally:
+            self._waiting.discard(task)
 
     def load(self) -> Load:
         """As of the last view: the same object until the next one."""
         self._refuse_lost()
         return self._view.load
-
-    def resident(self) -> list[str]:
-        return self.look("resident", list[str])
 
     def stats(self) -> dict[str, float]:
         return self.look("stats", dict[str, float])
@@ -338,6 +345,11 @@ class RemoteReplica:
             listeners, self._listeners = list(self._listeners.values()), {}
         for listener in listeners:
             listener(Told([], 0, None, error))
+        self._loop.begin(self._stop_waiting())
+
+    async def _stop_waiting(self) -> None:
+        for task in list(self._waiting):
+            task.cancel()
 
     def _refuse_lost(self) -> None:
         if self._lost is not None:

@@ -109,7 +109,7 @@ class ServedEngine:
         try:
             work = unpack(told, WireWork)
             self._refuse_replaced(work.to)
-            request = await asyncio.to_thread(self._submitted, work)
+            request = await self._queued(work)
         except Exception as error:
             yield pack(WireNews(error=error_to_wire(error)))
             return
@@ -122,12 +122,30 @@ class ServedEngine:
             request.follow(mailbox.put)
             while outcome is None:
                 pieces, outcome = await mailbox.take()
-                yield pack(news_to_wire(Told(pieces, request.computed, request.reused, outcome), prompt))
+                yield pack(news_to_wire(Told(pieces, request.computed, request.reused, outcome, prompt)))
                 prompt = None
         finally:
             del self._requests[work.id]
-            if not request.done:
-                request.cancel()
+            self._left(request)
+
+    async def _queued(self, work: WireWork) -> Request:
+        """Submit it on a thread: preparing a prompt takes long. Being cancelled meanwhile cancels it as well."""
+        submitting = asyncio.ensure_future(asyncio.to_thread(self._submitted, work))
+        try:
+            return await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+
+            def left(submitted: asyncio.Future[Request]) -> None:
+                if submitted.exception() is None:
+                    self._left(submitted.result())
+
+            submitting.add_done_callback(left)
+            raise
+
+    def _left(self, request: Request) -> None:
+        """Cancel it unless another stream tells of it: two turns of one key are one request."""
+        if not (request.done or request in self._requests.values()):
+            request.cancel()
 
     def _submitted(self, told: WireWork) -> Request:
         return submitted(self.engine, work_of_wire(told, self._compiled, self._pictures.placed), told.answered)

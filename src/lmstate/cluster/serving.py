@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from lmstate.engine.conversations import Conversations
 from lmstate.engine.options import check_length
 from lmstate.engine.prefix.picture import Prefix
 from lmstate.engine.request import Request
-from lmstate.engine.results import NoReplica, ReplicaStatus, Reuse
+from lmstate.engine.results import EngineClosed, NoReplica, ReplicaStatus, Reuse
 from lmstate.engine.session import Session, check_name
 from lmstate.engine.session_record import Record
 from lmstate.engine.tiers import RecordStore, open_tier
@@ -45,6 +45,8 @@ from lmstate.text.replay import Replay
 from lmstate.text.tokenizer import Tokenizer
 from lmstate.vision.reader import PicturePrompt, PictureReader
 from lmstate.vision.tower import has_tower
+
+Found = TypeVar("Found")
 
 NO_STORE = "the replicas share no store, so that there are no sessions: start the server with --store URL"
 PATIENCE = 120.0  # seconds that a request waits for Ray to replace the last replica
@@ -292,41 +294,39 @@ class ServingFront(Front):
     ) -> Reuse:
         """Tokens of a prompt that would be reused now where it would go, and why not more."""
         read = self._read(prompt, salt)
-        return self._home(read.identities, salt).look("explain", Reuse, read, salt)
+        return self._at_home("explain", Reuse, read, salt)
 
     def held(self, tokens: Sequence[int] | PicturePrompt, salt: str = "") -> dict[str, int]:
         """Bytes of a state that has these tokens, by layer kind, where it would go."""
         prompt = tokens if isinstance(tokens, PicturePrompt) else PicturePrompt(list(tokens))
-        return self._home(prompt.identities, salt).look("held", dict[str, int], prompt, salt)
+        return self._at_home("held", dict[str, int], prompt, salt)
 
     def prefixes(self, tokens: Sequence[int] = (), salt: str | None = None) -> list[Prefix]:
         """The runs of tokens in the prefix store of the replica that a prompt of these tokens would go to."""
-        return self._home(tokens, salt or "").look("prefixes", list[Prefix], PicturePrompt(list(tokens)), salt)
+        return self._at_home("prefixes", list[Prefix], PicturePrompt(list(tokens)), salt)
 
     def rewind_window(self) -> int | None:
-        return self._home([0], "").look("rewind_window", list[int | None])[0]
+        return self._at_home("rewind_window", list[int | None], PicturePrompt([0]), None)[0]
 
     def tree(self, salt: str | None = None) -> str:
         """The prefix stores of all replicas as text."""
-        trees = [(replica.rank, replica.look("tree", str, None, salt)) for replica in self.remote()]
-        return "\n".join(f"replica {rank}\n{tree}" for rank, tree in trees)
+        return "\n".join(f"replica {rank}\n{tree}" for rank, tree in self._looks("tree", str, salt))
 
     def clear_prefixes(self, salt: str | None = None) -> None:
-        for replica in self.remote():
-            replica.look("clear_prefixes", type(None), None, salt)
+        self._looks("clear_prefixes", type(None), salt)
 
     def at_work(self) -> list[int]:
         """Requests that have the rows now, each by a number of its own."""
-        replicas = self.remote()
-        count = 1 + max((replica.rank for replica in replicas), default=0)
-        return [number * count + one.rank for one in replicas for number in one.look("at_work", list[int])]
+        found = self._looks("at_work", list[int])
+        count = 1 + max((rank for rank, _ in found), default=0)
+        return [number * count + rank for rank, numbers in found for number in numbers]
 
     def resident(self) -> list[str]:
-        return [digest for replica in self.remote() for digest in replica.resident()]
+        return [digest for _, digests in self._looks("resident", list[str]) for digest in digests]
 
     def draft_report(self) -> DraftReport:
         """Tokens drafted and accepted by all replicas."""
-        reports = [replica.look("drafts", DraftReport) for replica in self.remote()]
+        reports = [report for _, report in self._looks("drafts", DraftReport)]
         deepest = max((len(report.verified) for report in reports), default=0)
 
         def added(lists: list[tuple[int, ...]]) -> tuple[int, ...]:
@@ -349,14 +349,22 @@ class ServingFront(Front):
 
     async def _embedded(self, tokens: list[int], pooling: str) -> Tensor:
         until = monotonic() + self._patience
-        while True:
-            for replica in self._remote_by_choice(route_key(tokens)):
-                with suppress(ReplicaLost):
-                    return await replica.embed(tokens, pooling)
-            if monotonic() >= until:
-                raise NoReplica()
-            self._refuse_ending()
-            await asyncio.sleep(LOOK)
+        waits = False
+        try:
+            while True:
+                for replica in self._remote_by_choice(route_key(tokens)):
+                    with suppress(ReplicaLost, EngineClosed):
+                        return await replica.embed(tokens, pooling)
+                with self._lock:
+                    self._refuse_ending()
+                    if monotonic() >= until or not (waits or self._may_wait()):
+                        raise NoReplica()
+                    self._texts_waiting += not waits
+                    waits = True
+                await asyncio.sleep(LOOK)
+        finally:
+            with self._lock:
+                self._texts_waiting -= waits
 
     def replica_statuses(self) -> list[ReplicaStatus]:
         """The replicas that are not lost, by rank."""
@@ -397,10 +405,20 @@ class ServingFront(Front):
         """The replicas that are not lost."""
         return [replica for replica in self.replicas if isinstance(replica, RemoteReplica) and not replica.lost]
 
-    def _home(self, tokens: Sequence[int], salt: str) -> RemoteReplica:
-        if (replica := next(self._remote_by_choice(route_key(tokens, tenant=salt)), None)) is None:
-            raise NoReplica()
-        return replica
+    def _at_home(self, about: str, kind: type[Found], prompt: PicturePrompt, salt: str | None) -> Found:
+        """The answer of the replica that a prompt would go to, or of the next one if that is lost."""
+        for replica in self._remote_by_choice(route_key(prompt.identities, tenant=salt or "")):
+            with suppress(ReplicaLost):
+                return replica.look(about, kind, prompt, salt)
+        raise NoReplica()
+
+    def _looks(self, about: str, kind: type[Found], salt: str | None = None) -> list[tuple[int, Found]]:
+        """The answer of each replica, with its rank; of those that are lost meanwhile there is none."""
+        found = []
+        for replica in self.remote():
+            with suppress(ReplicaLost):
+                found.append((replica.rank, replica.look(about, kind, None, salt)))
+        return found
 
     def _remote_by_choice(self, key: RouteKey) -> Iterator[RemoteReplica]:
         return (replica for replica in self.by_choice(key) if isinstance(replica, RemoteReplica))

@@ -131,6 +131,7 @@ class WireWork(msgspec.Struct, frozen=True):
     key: str | None = None
     salt: str = ""
     sender: str = ""
+    answered_to: list[int] | None = None
 
 
 class WireNote(msgspec.Struct, frozen=True):
@@ -277,7 +278,7 @@ def work_to_wire(work: Work, answered: list[list[int]], to: str, id: str) -> Wir
         WirePrompt.of(prompt) if isinstance(prompt, PicturePrompt) else None,
         prompt if isinstance(prompt, list) else None,
         None if isinstance(grammar, str | None) else _grammar_to_wire(grammar),
-        work.priority, work.deadline, work.itl, work.session, work.key, work.salt, work.sender,
+        work.priority, work.deadline, work.itl, work.session, work.key, work.salt, work.sender, work.answered_to,
     )  # fmt: skip
 
 
@@ -312,10 +313,10 @@ def work_of_wire(
     if len(given) != 1:
         raise ValueError(f"a request came with {len(given)} prompts; it has one: text, tokens or messages")
     terms = (told.priority, told.deadline, told.itl, told.session, told.key, told.salt, told.sender)
-    return Work(given[0], params, *terms)
+    return Work(given[0], params, *terms, told.answered_to)
 
 
-def news_to_wire(told: Told, prompt: list[int] | None) -> WireNews:
+def news_to_wire(told: Told) -> WireNews:
     pieces = [
         WirePiece(str(piece), piece.index, piece.tokens, piece.logprobs, piece.finished, piece.certain, piece.start)
         for piece in told.pieces
@@ -323,7 +324,7 @@ def news_to_wire(told: Told, prompt: list[int] | None) -> WireNews:
     outcome = told.outcome
     completion = outcome if isinstance(outcome, Completion) else None
     error = error_to_wire(outcome) if isinstance(outcome, BaseException) else None
-    return WireNews(pieces, told.computed, told.reused, prompt, completion, error)
+    return WireNews(pieces, told.computed, told.reused, told.prompt, completion, error)
 
 
 def news_of_wire(news: WireNews) -> Told:
@@ -332,7 +333,7 @@ def news_of_wire(news: WireNews) -> Told:
         for piece in news.pieces
     ]
     outcome = news.completion if news.error is None else error_of_wire(news.error)
-    return Told(pieces, news.computed, news.reused, outcome)
+    return Told(pieces, news.computed, news.reused, outcome, news.prompt)
 
 
 def error_to_wire(error: BaseException) -> WireError:

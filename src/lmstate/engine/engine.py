@@ -34,7 +34,17 @@ from lmstate.engine.pace import Pace
 from lmstate.engine.prefix.picture import Prefix, picture, prefixes, resident
 from lmstate.engine.queue import Queue
 from lmstate.engine.request import Request
-from lmstate.engine.results import Completion, EngineClosed, Load, Piece, ReplicaStatus, Reuse, Usage, hit_rate
+from lmstate.engine.results import (
+    Completion,
+    EngineClosed,
+    Load,
+    Piece,
+    ReplicaStatus,
+    Reuse,
+    SessionMoved,
+    Usage,
+    hit_rate,
+)
 from lmstate.engine.reuse import PrefixReuse
 from lmstate.engine.rows import RowPool
 from lmstate.engine.scheduler import Scheduler
@@ -160,6 +170,7 @@ class Engine(SessionEngine):
         itl: float | None = None,
         idempotency_key: str | None = None,
         answered: Sequence[Sequence[int]] = (),
+        answered_to: Sequence[int] | None = None,
         salt: str = "",
         sender: str = "",
         **changes: Any,
@@ -182,7 +193,9 @@ class Engine(SessionEngine):
                   is added; if one is being answered, that request. A turn of a key that is cancelled is not kept
         answered  for each of the `n` answers the tokens that it began with elsewhere, as they were sent: it goes on
                   after them as if it had not been interrupted. Its pieces are those that follow; its completion is
-                  whole. The prompt and the parameters are to be the same, with a seed if tokens are drawn
+                  whole. The prompt and the parameters are to be the same, with a seed if tokens are drawn. Such a
+                  request is taken even if `queue` others wait, and goes before them as if it had waited 100 seconds
+        answered_to  ids of the prompt that `answered` followed: raises `SessionMoved` where a session has others now
         salt      only texts of the same salt share what was computed, and earlier answers to draft from, so that the
                   times of one sender tell nothing of another's texts. It is written to a store as it is. A session has
                   its own
@@ -219,6 +232,11 @@ class Engine(SessionEngine):
             if idempotency_key is not None and (known := conversation.answered(idempotency_key)) is not None:
                 return self._told_again(known, conversation)
             whole, messages = conversation.continued(prompt, partial(self._encoded, salt=conversation.salt))
+            if any(told) and answered_to is not None and whole.tokens != list(answered_to):
+                raise SessionMoved(
+                    f"session {conversation.name!r} was changed by another sender before this answer could go on",
+                    conversation.generation,
+                )
             return self._queued(whole, self._constrained(terms, messages, whole), messages, conversation, told)
 
         return conversation.begin(begin, idempotency_key)
@@ -268,7 +286,11 @@ class Engine(SessionEngine):
             self.refuse_closed()
             if self._draining:
                 raise EngineClosed("the engine is being drained: it takes no more requests")
-            self._queue.add(Job(request, terms, self._order, prompt, messages, session, told))
+            job = Job(request, terms, self._order, prompt, messages, session, told)
+            if any(told):
+                self._queue.put_back(job)
+            else:
+                self._queue.add(job)
             self._order += 1
             self._work.counts["requests"] += 1
             self._work.counts["pictures"] += len(prompt.media)

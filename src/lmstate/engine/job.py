@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 
 AGING = 10.0  # seconds since it was submitted that are worth one step of priority
+HEAD_START = 100.0  # seconds that one whose answers began elsewhere goes before others
 MAX_PRIORITY = 2**31
 
 Rank: TypeAlias = tuple[float, int]
@@ -105,7 +106,8 @@ class Job:
         self.prompt_logprobs: list[TokenLogprob | None] = []
         self.error: BaseException | None = None  # why it failed
         self._times = [perf_counter()]  # submitted, started, first token
-        self.since = self._times[0]  # when it was submitted, or one of its sender's ended while it waited
+        # When it was submitted, or one of its sender's ended while it waited; earlier for one that was begun elsewhere.
+        self.since = self._times[0] - (HEAD_START if any(answered) else 0.0)
         self.rank: Rank = self.rank_since  # its place among its sender's, smaller ones first; `turns` has that of all
         self._read = 0.0  # when its prompt was read
 

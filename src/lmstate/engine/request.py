@@ -47,8 +47,8 @@ class Request:
         self._error: BaseException | None = None
         self._waiters: list[tuple[Waiter, bool]] = []  # and whether it waits for the end alone
         self._callbacks: list[Callable[[Request], None]] = []
-        self._reader: Reader | None = None  # who follows it, one call at a time
-        self._followed, self._following = 0, Lock()
+        self._readers: list[tuple[Reader, list[int]]] = []  # who follow it, and how many pieces each has; one at a time
+        self._following = Lock()
 
     # ---- for the sender
 
@@ -163,7 +163,7 @@ class Request:
             self._changed.notify_all()
             told = [waiter for waiter, only_end in self._waiters if self.done or not only_end]
             self._waiters = [entry for entry in self._waiters if not self.done and entry[1]]
-        self._tell_reader()
+        self._tell_readers()
         return told
 
     def finish(self, outcome: Completion | BaseException, delivery: Delivery | None = None) -> None:
@@ -197,11 +197,12 @@ class Request:
     def follow(self, reader: Reader) -> None:
         """Call `reader(pieces, outcome)` at each delivery, on the thread that delivers; it must not wait.
 
-        pieces   those since the last call
+        pieces   those since the last call, from the first one on
         outcome  what `result` returns or raises, in the last call; None before
         """
-        self._reader = reader
-        self._tell_reader()
+        with self._following:
+            self._readers.append((reader, [0]))
+        self._tell_readers()
 
     # ---- the parts of it
 
@@ -211,19 +212,20 @@ class Request:
             self._wake()
         return count
 
-    def _tell_reader(self) -> None:
+    def _tell_readers(self) -> None:
         with self._following:
-            if (reader := self._reader) is None:
+            if not self._readers:
                 return
             outcome = self._completion if self._error is None else self._error
-            pieces = self._pieces[self._followed :]  # all of them if there is an outcome
-            self._followed += len(pieces)
+            for reader, followed in self._readers:
+                pieces = self._pieces[followed[0] :]  # all of them if there is an outcome
+                followed[0] += len(pieces)
+                try:
+                    reader(pieces, outcome)
+                except Exception:  # of the reader: the engine goes on
+                    logging.getLogger(__name__).exception("what follows a request failed")
             if outcome is not None:
-                self._reader = None
-            try:
-                reader(pieces, outcome)
-            except Exception:  # of the reader: the engine goes on
-                logging.getLogger(__name__).exception("what follows a request failed")
+                self._readers.clear()
 
     def _outcome(self) -> Completion:
         if self._error is not None:
