@@ -33,6 +33,9 @@ REFUSED = {
     "moe_router_logit_softcapping": ("laguna", {"moe_router_logit_softcapping": 30.0}),
     "moe_apply_router_weight_on_input": ("laguna", {"moe_apply_router_weight_on_input": True}),
     "gating = False": ("laguna", {"gating": False}),
+    "choice depends on later tokens": ("doge", {"is_moe": True}),
+    "chosen keys of": ("doge", {"keep_window_size": 100}),
+    "'recurrent_kv_cache_mode' = 'last_loop'": ("dory", {"recurrent_kv_cache_mode": "last_loop"}),
     "evenly": ("laguna", {"num_key_value_heads": 5, "num_attention_heads": 5}),
     "'moe_normalize_expert_weights' = 2": (
         "dbrx",

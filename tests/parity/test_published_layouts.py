@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,15 @@ def mllama(config: Config, tensors: Tensors) -> None:
     for name in list(tensors):
         tensors[f"language_model.{name}"] = tensors.pop(name)
     tensors["vision_model.class_embedding"] = torch.ones(3)
+
+
+def dory(config: Config, tensors: Tensors) -> None:
+    """Attention and feed-forward parts are layers of their own, each a mixer with a rate."""
+    for name in list(tensors):
+        if found := re.match(r"backbone\.layers\.(\d+)\.(self_attn|mlp|lambda_1|lambda_2)", name):
+            place = 2 * int(found[1]) + (found[2] in ("mlp", "lambda_2"))
+            part = {"lambda_1": "attn_alpha", "lambda_2": "mlp_alpha"}.get(found[2], "mixer")
+            tensors[f"backbone.layers.{place}.{part}{name[found.end() :]}"] = tensors.pop(name)
 
 
 def kimi_linear(config: Config, tensors: Tensors) -> None:
@@ -243,6 +253,7 @@ CHANGES = {
     "hunyuan_v1_dense-alpha": hunyuan,
     "phi4_multimodal": phi4_multimodal,
     "mllama": mllama,
+    "dory-loops": dory,
     "lfm2": lfm2,
     "lfm3": lfm3,
     "kimi_linear": kimi_linear,

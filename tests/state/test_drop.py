@@ -23,9 +23,9 @@ def attention_only(case: str) -> bool:
 
 FAMILIES = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "olmo2", "smollm3", "phi3", "phi", "glm", "cohere", "hunyuan_v1_dense",
-    "nanochat", "gpt_neox", "falcon",
+    "nanochat", "gpt_neox", "falcon", "diffllama", "doge",
 )  # fmt: skip
-FULL = [case for case in CASES if case.split("-")[0] in FAMILIES]
+FULL = [case for case in CASES if case.split("-")[0] in FAMILIES and not case.endswith("-window")]
 STRETCHED = ("dynamic", "longrope")
 
 

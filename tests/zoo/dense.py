@@ -52,6 +52,16 @@ CASES = {
         _config, "MinistralConfig", head_dim=16, num_key_value_heads=3, sliding_window=9, layer_types=[S, F, S],
         tie_word_embeddings=True,
     ),
+    "cohere_compass": partial(_config, "CohereCompassTextConfig", rope_parameters={F: _rope()["rope_parameters"]}),
+    "cohere_compass-mixed": partial(
+        _config, "CohereCompassTextConfig", layer_types=[S, F, S], sliding_window=13, logit_scale=0.7,
+        num_key_value_heads=6, tie_word_embeddings=False, rope_parameters={F: None, S: _rope(500.0)["rope_parameters"]},
+    ),
+    "doge": partial(_config, "DogeConfig", keep_window_size=512),
+    "doge-window": partial(
+        _config, "DogeConfig", keep_window_size=600, sliding_window=21, attention_bias=True, mlp_bias=True,
+        num_key_value_heads=6, tie_word_embeddings=True,
+    ),
     "glm": partial(_config, "GlmConfig", head_dim=16),
     "glm-tied": partial(
         _config, "GlmConfig", head_dim=8, num_key_value_heads=6, attention_bias=False, tie_word_embeddings=True,

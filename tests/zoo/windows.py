@@ -29,6 +29,15 @@ CASES = {
         rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
                          "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
     ),
+    "dory": partial(
+        _config, "DoryConfig", head_dim=16, num_hidden_layers=4, sliding_window=17, n_input_layers=1, n_output_layers=1,
+        initializer_range=0.15,
+    ),
+    "dory-loops": partial(
+        _config, "DoryConfig", head_dim=8, num_key_value_heads=6, num_hidden_layers=5, sliding_window=11,
+        n_input_layers=2, n_output_layers=1, n_recurrent_loops=3, layer_types=[F, S, F, S, S], attention_bias=True,
+        initializer_range=0.15,
+    ),
     "mixtral": partial(_config, "MixtralConfig", num_local_experts=5, num_experts_per_tok=2, sliding_window=40),
     "gemma2": partial(
         _config, "Gemma2Config", head_dim=16, sliding_window=11, query_pre_attn_scalar=24,

@@ -26,7 +26,7 @@ from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
 from lmstate.ops import Norm, Residual
-from lmstate.state import KeyValueState, LayerState, Layout, Step, attention_state
+from lmstate.state import KeyValueState, LayerState, Step
 
 DEFAULTS: b.Defaults = {
     "diffllama": {
@@ -54,11 +54,9 @@ class DifferentialAttention(Attention):
     def sublayers(self, norm: Norm | None, post_norm: Norm | None, scale: float) -> tuple[ops.Sublayer, ...]:
         return ()
 
-    def new_state(self, layout: Layout) -> LayerState:
-        return attention_state(
-            layout, self.kv_heads, 2 * self.head_dim, mask=ops.CausalMask(self.window, self.chunk), heads=self.heads,
-            scale=self.scale,
-        )  # fmt: skip
+    @property
+    def stored_dim(self) -> int:
+        return 2 * self.head_dim
 
     def mix(self, qkv: Tensor, step: Step, cache: LayerState, residual: Residual | None = None) -> Tensor:
         """Attention after the projections, `[R, T, (H + 2 * K) * D]` -> `[R, T, E]`."""
@@ -66,13 +64,11 @@ class DifferentialAttention(Attention):
         dim, kv_width = self.head_dim, self.kv_heads * self.head_dim
         q, k, v = qkv.split([qkv.shape[-1] - 2 * kv_width, kv_width, kv_width], dim=-1)
         q, k, v = (part.unflatten(-1, (-1, dim)) for part in (q, k, v))  # [R, T, H or K, D]
-        rotation = self.rotation(step)
-        if rotation is not None:
-            q, k = ops.rope(q, *rotation), ops.rope(k, *rotation)
         first, second = v.chunk(2, dim=2)
         both = torch.cat([first, second], dim=-1).repeat(1, 1, 2, 1)  # [R, T, K, 2 * D]
         params = ops.AttentionParams(self.scale, self.softcap, self.sinks)
-        seen = cache.attend(pad(q, (0, dim)), (pad(k, (0, dim)), both), step, params, None)  # [R, T, H, 2 * D]
+        new = pad(k, (0, dim)), both  # the rope turns the first D features alone
+        seen = cache.attend(pad(q, (0, dim)), new, step, params, self.rotation(step))  # [R, T, H, 2 * D]
         kept, taken = seen.chunk(2, dim=2)
         mixed = ops.norm(kept - self.share * taken, self.pair_norm) * self.kept
         return ops.linear(mixed.flatten(-2), self.out, self.out_bias, residual=residual)

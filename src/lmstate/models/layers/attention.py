@@ -49,9 +49,9 @@ class Attention(FusableLayer):
     as it has features; `gate_act` opens it. `reads`: the number of an earlier layer whose keys and values it attends
     to, and `qkv` are queries alone.
 
-    `clip`: clamps q, k and v to +-clip. `turned_weight` float32 `[D]` multiplies queries
-    after they are rotated: where a norm comes after the rotation, that part is left of it there. `out_norm`: of the
-    heads together, before `out`. `slopes` float32 `[H]`, `biases` float32 `[H, M]`: see `ops.AttentionParams`.
+    `clip`: clamps q, k and v to +-clip. `turned_weight` float32 `[D]` or `[H, D]` multiplies queries after they are
+    rotated: where a norm comes after the rotation, that part is left of it there. `out_norm`: of the heads together,
+    before `out`. `slopes` float32 `[H]`, `biases` float32 `[H, M]`: see `ops.AttentionParams`.
     `whole_pictures`: each token of a picture sees all of it, see `with_whole_pictures`; with `beyond_window` also what
     of it lies farther back than a window. `learned`: keys and values of the first positions, in place of the projected
     ones. `prompt`: learned tokens that queries also attend to.
@@ -94,9 +94,14 @@ class Attention(FusableLayer):
             return "shared"
         return "attention" if self.window is None and self.chunk is None else "window"
 
+    @property
+    def stored_dim(self) -> int:
+        """Features of a key, and of a value, as they are stored."""
+        return self.head_dim
+
     def new_state(self, layout: Layout) -> LayerState:
         return attention_state(
-            layout, self.kv_heads, self.head_dim, mask=ops.CausalMask(self.window, self.chunk),
+            layout, self.kv_heads, self.stored_dim, mask=ops.CausalMask(self.window, self.chunk),
             rotate_by=self.rope.rotate_by if self.rope is not None else None, heads=self.heads, scale=self.scale,
         )  # fmt: skip
 

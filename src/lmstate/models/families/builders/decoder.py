@@ -18,7 +18,7 @@ from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.model import Model
 from lmstate.models.network import Network
 from lmstate.models.spread import spread
-from lmstate.ops import Norm
+from lmstate.ops import Norm, Weight
 
 
 class LayerBlock(Protocol):
@@ -64,6 +64,7 @@ def decoder(
     prefix: str = "model",
     embed: str | None = None,
     head_biased: bool = False,
+    head: Weight | None = None,
     final_norm: Norm | None = None,
     embed_scale: float = 1.0,
     logit_scale: float = 1.0,
@@ -79,7 +80,8 @@ def decoder(
     """A stack of `shape.layers` blocks between `embed_tokens` and `lm_head` (the embedding itself where they are tied).
 
     A checkpoint that holds a head of its own is not tied, whatever its config says. `embed`: the embedding's name where
-    it is another. `head_biased`: the head has a bias. `heads`: of multi-token prediction, built if they are asked for.
+    it is another. `head_biased`: the head has a bias. `head`: one that is made of more than
+    its tensor. `heads`: of multi-token prediction, built if they are asked for.
     `reads`: for each block the earlier one whose keys or choices it reads, if it does. `marks`: rows of the embedding
     past the vocabulary, which the head does not have. `ignore`: patterns of tensors that the checkpoint holds and this
     model needs not (rotary tables, say).
@@ -94,7 +96,8 @@ def decoder(
         or (config.bool("tie_word_embeddings", default=False) and w.same("lm_head.weight", embedded))
     )
     with w.on(devices[-1]):
-        head = embedding if tied else w.linear("lm_head.weight", shape=(shape.vocab, shape.hidden))
+        if head is None:
+            head = embedding if tied else w.linear("lm_head.weight", shape=(shape.vocab, shape.hidden))
     head_biased = head_biased and (w.has("lm_head.weight") or w.has("lm_head.bias"))  # else a base model's embedding
     head_bias = w.tensor("lm_head.bias", (shape.vocab,)) if head_biased else None
     blocks = []
