@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -14,6 +15,7 @@ from lmstate.models.model import Model
 from lmstate.state.validate import whole_number
 
 if TYPE_CHECKING:
+    from lmstate.distributed.ranks import Ranks
     from lmstate.training.adapter_config import AdapterConfig
     from lmstate.training.lora import LoraConfig
     from lmstate.training.network_adapter import NetworkConfig
@@ -60,10 +62,11 @@ def load(
     (Peng et al. 2023), which costs short texts some quality; less is a limit for the server and the command line.
     parallel: the number of processes that share the weights and the state, on the CPU; each computes a part of every
     product, and the results are the same to the bit. The others are started here, end with the model, and take their
-    shares of the threads; or torchrun has started them: then this returns in rank 0 alone, and the others end with the
-    model by `SystemExit`. See docs/devices.md. parallel_timeout: the seconds after which a process that does not answer
-    ends the model with a `RanksError`. parallel_mode: "sum" adds the products of parts of the inputs, which exchanges
-    half as often; its bits are others than those of one process, and so are its snapshots and stores.
+    shares of the threads. Or torchrun has started them, on one machine or several: then this returns in rank 0 alone,
+    and the others end with the model by `SystemExit`. See docs/devices.md. parallel_timeout: the seconds after which a
+    process that does not answer ends the model with a `RanksError`. parallel_mode: "sum" adds the products of parts of
+    the inputs, which exchanges half as often; its bits are others than those of one process, and so are its snapshots
+    and stores.
     Raises `ModelError` (a `ValueError`) for a checkpoint that is damaged or not supported, `OSError` for files that are
     missing or cannot be fetched.
     """
@@ -91,23 +94,20 @@ def load(
             f"parallel={parallel} was asked for with training, adapters, heads or a device: a model over several "
             "processes has none of these, and is on the CPU"
         )
-    if parallel > 1:
-        from lmstate.distributed.given import join, lead
+    with _ranks(parallel, parallel_timeout) as ranks:
+        opened, tokenizer, defaults = open_checkpoint(
+            name, weights, dtype, placement, heads=own, activations=activations, context_size=context_size
+        )
+        if adapted:
+            from lmstate.training import open_model
 
-        join(parallel)
-    opened, tokenizer, defaults = open_checkpoint(
-        name, weights, dtype, placement, heads=own, activations=activations, context_size=context_size
-    )
-    if adapted:
-        from lmstate.training import open_model
+            model = open_model(opened, trainable, lora, adapter, merge)
+        elif ranks is not None:
+            from lmstate.distributed.open import open_parallel
 
-        model = open_model(opened, trainable, lora, adapter, merge)
-    elif parallel > 1:
-        from lmstate.distributed.open import open_parallel
-
-        model = open_parallel(opened, lead(parallel, parallel_timeout), parallel_mode)
-    else:
-        model = build(opened)
+            model = open_parallel(opened, ranks(), parallel_mode)
+        else:
+            model = build(opened)
     if not isinstance(heads, bool):
         from lmstate.checkpoints.hub import cache_dir, resolve
         from lmstate.checkpoints.loader import WeightLoader
@@ -126,3 +126,12 @@ def load(
     eos = defaults.get("eos_token_id")
     model.eos_ids = frozenset(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos])
     return model
+
+
+def _ranks(parallel: int, timeout: float) -> AbstractContextManager[Callable[[], Ranks] | None]:
+    """A function that gives the other processes that compute the model, if there are to be some."""
+    if parallel == 1:
+        return nullcontext()
+    from lmstate.distributed.given import ranks_of
+
+    return ranks_of(parallel, timeout)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic
+from typing import Any
 
 import httpx
 import pytest
@@ -98,15 +101,23 @@ def test_a_server_ends_with_a_process_of_its_model(how: str, tiny: Path) -> None
         assert how == "torchrun" or "lmstate: the model over 2 processes was lost" in told
 
 
+GENERATE = ["-n", "8", "--ignore-eos", "--weights", "float32"]
+
+
+@pytest.fixture(scope="module")
+def said_by_one(tiny: Path) -> str:
+    asked = [sys.executable, "-m", "lmstate", "generate", str(tiny), "Hello", *GENERATE]
+    ran = subprocess.run(asked, capture_output=True, timeout=100, input="", text=True)
+    assert ran.returncode == 0 and len(ran.stdout) > 3, ran.stderr
+    return ran.stdout
+
+
 @pytest.mark.parametrize("how", HOWS)
-def test_generate_says_what_one_process_says(how: str, tiny: Path) -> None:
-    said = []
-    for asked in (command(how, "generate", str(tiny), "Hello"), [sys.executable, "-m", "lmstate", "generate", str(tiny),
-                  "Hello", "--weights", "float32"]):  # fmt: skip
-        ran = subprocess.run([*asked, "-n", "8", "--ignore-eos"], capture_output=True, timeout=100, input=b"")
-        assert ran.returncode == 0, ran.stderr
-        said.append(ran.stdout)
-    assert said[0] == said[1] and len(said[0]) > 3
+def test_generate_says_what_one_process_says(how: str, tiny: Path, said_by_one: str) -> None:
+    asked = command(how, "generate", str(tiny), "Hello", *GENERATE)
+    ran = subprocess.run(asked, capture_output=True, timeout=100, input="", text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == said_by_one
 
 
 def test_mode_sum_has_other_snapshots(tiny: Path, tmp_path: Path) -> None:
@@ -120,7 +131,60 @@ def test_mode_sum_has_other_snapshots(tiny: Path, tmp_path: Path) -> None:
 
 def test_other_ranks_than_were_asked_for_are_refused(tiny: Path) -> None:
     asked = [sys.executable, "-m", "lmstate", "generate", str(tiny), "Hello", "--parallel", "2"]
-    for changes, why in (({"WORLD_SIZE": "3"}, "gives 3 ranks"), ({"LOCAL_WORLD_SIZE": "1"}, "on several machines")):
-        given = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", **changes}
-        ran = subprocess.run(asked, env=given, capture_output=True, text=True, timeout=100)
-        assert ran.returncode == 1 and why in ran.stderr, ran.stderr
+    given = {**os.environ, "RANK": "0", "WORLD_SIZE": "3"}
+    ran = subprocess.run(asked, env=given, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 1 and "gives 3 ranks" in ran.stderr, ran.stderr
+
+
+def of_each_rank(asked: list[str], **environment: str) -> list[tuple[int, str, str]]:
+    """The exit code, output and messages of `lmstate` in each of two ranks, which no launcher watches."""
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", **environment}
+    ranks = []
+    for rank in "01":
+        given = {**os.environ, **environment, "RANK": rank}
+        command = [sys.executable, "-m", "lmstate", *asked, "--parallel", "2"]
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        ranks.append(subprocess.Popen(command, env=given, text=True, **pipes))
+    said = [rank.communicate(timeout=100) for rank in ranks]
+    return [(rank.returncode, *told) for rank, told in zip(ranks, said, strict=True)]
+
+
+def free_port() -> int:
+    """A port that no program listens at."""
+    with socket.create_server(("", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+@pytest.mark.parametrize("how", ["damaged", "missing"])
+def test_the_others_end_with_the_reason_where_rank_0_cannot_begin(how: str, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    begin = monotonic()
+    ended = of_each_rank(["generate", str(tmp_path if how == "damaged" else tmp_path / "none"), "Hello"])
+    assert monotonic() - begin < 60 and all(code == 1 for code, *_ in ended)
+    why = "could not load the model: " if how == "damaged" else "ended before it led a model"
+    assert f"lmstate: rank 0 {why}" in ended[1][2], ended
+
+
+def test_ranks_of_several_machines_say_what_one_process_says(tiny: Path, said_by_one: str) -> None:
+    """They meet at an address, each the only one of its machine."""
+    ended = of_each_rank(["generate", str(tiny), "Hello", *GENERATE], MASTER_ADDR="127.0.0.2", LOCAL_WORLD_SIZE="1")
+    assert [code for code, *_ in ended] == [0, 0], ended
+    assert [said for _, said, _ in ended] == [said_by_one, ""]
+
+
+@pytest.mark.soak
+def test_launchers_of_several_machines_say_what_one_process_says(tiny: Path, said_by_one: str) -> None:
+    launchers, port = [], free_port()
+    for node in (0, 1):
+        how = ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1", "--master-addr", "127.0.0.2"]
+        how += ["--master-port", str(port), "--local-addr", f"127.0.0.{2 + node}", "-m"]
+        asked = ["lmstate", "generate", str(tiny), "Hello", "--parallel", "2", *GENERATE]
+        launchers.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *how, *asked],
+                stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
+            )
+        )  # fmt: skip
+    assert [each.communicate(timeout=100)[0] for each in launchers] == [said_by_one, ""]
+    assert [each.returncode for each in launchers] == [0, 0]

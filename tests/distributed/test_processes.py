@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ import lmstate
 from lmstate.cluster.replica import EngineReplica, ReplicaSpec
 from lmstate.distributed import given
 from lmstate.distributed.channel import RankChannel
+from lmstate.distributed.identity import identity
 from lmstate.distributed.model import ParallelModel
 from lmstate.engine import EngineClosed
 from lmstate.errors import ModelError, RanksError
@@ -205,19 +207,19 @@ def test_what_cannot_be_loaded_leaves_no_process(folder: Path) -> None:
 def test_ranks_that_are_given_end_when_one_of_them_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     store = torch.distributed.HashStore()
     monkeypatch.setattr(given, "_store", lambda: store)
-    monkeypatch.setattr(given, "_led", False)
+    monkeypatch.setattr(given, "_told", False)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     with ThreadPoolExecutor(1) as threads, ExitStack() as ends:
         leading = threads.submit(given.lead, 3, 5.0)
-        path = store.get(given.SOCKET).decode()
+        told = json.loads(store.get(given.MEETING))
         made = {}
         for rank, purpose in product((1, 2), (given.COMMANDS, given.TENSORS)):
             made[rank, purpose] = ends.enter_context(socket.socket(socket.AF_UNIX))
-            made[rank, purpose].connect(path)
-            made[rank, purpose].sendall(bytes((rank, purpose)))
+            made[rank, purpose].connect(told["at"])
+            made[rank, purpose].sendall(bytes.fromhex(told["secret"]) + bytes((rank, purpose)))
             made[rank, purpose].settimeout(5)
-        RankChannel(made[1, given.COMMANDS]).send("here")
+        RankChannel(made[1, given.COMMANDS]).send("here", identity())
         made[2, given.COMMANDS].close()
         with pytest.raises(RanksError, match="process 2 of 3 did not start"):
             leading.result(60)
@@ -225,3 +227,27 @@ def test_ranks_that_are_given_end_when_one_of_them_does_not_begin(monkeypatch: p
         channel = RankChannel(made[1, given.COMMANDS])
         begun = channel.receive()
         assert begun is not None and begun[0] == "begin" and channel.receive() is None
+
+
+def test_a_connection_without_the_secret_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another program, on the network of several machines say. One with another version ends the ranks."""
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(given, "_store", lambda: store)
+    monkeypatch.setattr(given, "_told", False)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.3")):
+        monkeypatch.setenv(name, value)
+    with ThreadPoolExecutor(1) as threads, ExitStack() as ends:
+        leading = threads.submit(given.lead, 2, 5.0)
+        told = json.loads(store.get(given.MEETING))
+        assert told["at"][0] == "127.0.0.3"
+        for begin in (bytes(given.SECRET) + b"\1\0", bytes.fromhex(told["secret"]) + b"\7\0"):
+            stranger = ends.enter_context(socket.create_connection(told["at"], 5))
+            stranger.sendall(begin)
+            assert stranger.recv(1) == b""
+        for purpose in (given.COMMANDS, given.TENSORS):
+            rank = ends.enter_context(socket.create_connection(told["at"], 5))
+            rank.sendall(bytes.fromhex(told["secret"]) + bytes((1, purpose)))
+            if purpose == given.COMMANDS:
+                RankChannel(rank).send("here", "lmstate 0.0.1 with avx2")
+        with pytest.raises(RanksError, match=r"process 1 of 2 is lmstate 0\.0\.1 with avx2 and process 0 is"):
+            leading.result(60)

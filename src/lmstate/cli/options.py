@@ -170,8 +170,11 @@ Device = Annotated[
 
 
 def _join_ranks(parallel: int) -> int:
-    """In a process that torchrun started beside the first: compute for that one, and end with it."""
-    if parallel > 1 and os.environ.get("RANK", "0") != "0":
+    """In a process that torchrun started beside the first: compute for that one, and end with it.
+
+    The first one tells the others if it ends before it loads the model.
+    """
+    if parallel > 1 and "RANK" in os.environ:
         from lmstate.distributed.given import join
 
         join(parallel)

@@ -18,6 +18,7 @@ from torch import Tensor
 from lmstate.distributed.block_numbers import HeldBlocks
 from lmstate.distributed.channel import RankChannel
 from lmstate.distributed.group import SocketGroup
+from lmstate.distributed.identity import identity
 from lmstate.distributed.open import open_part
 from lmstate.distributed.ranks import Collectives
 from lmstate.distributed.snapshots import gathered, received, slot_states
@@ -58,7 +59,7 @@ class Follower:
     def follow(self, channel: RankChannel) -> None:
         """Do what is told until the channel closes."""
         with torch.no_grad():
-            while (message := channel.receive()) is not None:
+            while (message := _heard(channel)) is not None:
                 verb, *arguments = message
                 self.verbs[verb](*arguments)
 
@@ -158,9 +159,17 @@ def _unknown(state: State, dimensions: int | None, kept: list[int] | None) -> tu
     return torch.zeros(step.rows, *[width] * (dimensions - 2), 0), kept
 
 
+def _heard(channel: RankChannel) -> list[Any] | None:
+    """The next command; None at the end. Raises `SystemExit` where rank 0 sends the others away."""
+    message = channel.receive()
+    if message is not None and message[0] == "leave":
+        raise SystemExit(f"lmstate: {message[1]}")
+    return message
+
+
 def loaded(channel: RankChannel, group: Collectives) -> Follower | None:
     """The follower with the part of the model that rank 0 names; None where it goes away instead."""
-    if (message := channel.receive()) is None:
+    if (message := _heard(channel)) is None:
         return None
     model, cuts = open_part(group, *message[1:])
     channel.send("ready", model.fingerprint)
@@ -176,8 +185,8 @@ def followed(channel: RankChannel, data: socket.socket) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        channel.send("here")
-        if (message := channel.receive()) is not None:
+        channel.send("here", identity())
+        if (message := _heard(channel)) is not None:
             _, rank, ranks, timeout, threads = message
             torch.set_num_threads(threads)
             follower = loaded(channel, SocketGroup(rank, ranks, [data], timeout))
@@ -192,4 +201,8 @@ def followed(channel: RankChannel, data: socket.socket) -> int:
 
 if __name__ == "__main__":
     commands, tensors = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
-    os._exit(followed(RankChannel(commands), tensors))  # nothing here is to be put away
+    try:
+        code = followed(RankChannel(commands), tensors)
+    except SystemExit:  # rank 0, which started this process, says why
+        code = 1
+    os._exit(code)  # nothing here is to be put away

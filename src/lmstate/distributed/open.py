@@ -30,8 +30,8 @@ def open_parallel(opened: WeightLoader, ranks: Ranks, mode: ParallelMode = "exac
     """
     try:
         part, cuts = _opened(opened, ranks, mode)
-    except BaseException:
-        ranks.close()
+    except BaseException as error:
+        ranks.leave(f"rank 0 could not load the model: {error}")
         raise
     _tell_of(part, cuts)
     values = {each.name: getattr(part, each.name) for each in fields(part) if each.init}

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from types import FrameType
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ import torch
 from lmstate.distributed.block_numbers import BlockNumbers
 from lmstate.distributed.channel import RankChannel
 from lmstate.distributed.group import SocketGroup
+from lmstate.distributed.identity import identity
 from lmstate.errors import ModelError, RanksError
 from lmstate.ops.weights.split import Gathering
 from lmstate.state.validate import whole_number
@@ -113,6 +114,14 @@ class Ranks:
         for channel in self.channels:
             channel.send(*message)
 
+    def leave(self, why: str) -> None:
+        """Have the other ranks say why, and end."""
+        for channel in self.channels:
+            with suppress(OSError):
+                channel.send("leave", why)
+        self.failure = self.failure or f"the other processes were sent away: {why}"
+        self.close()
+
     def hear(self, timeout: float) -> list[list[Any]]:
         """One message of each other rank. Raises `ModelError` with what one of them says went wrong."""
         heard = []
@@ -192,8 +201,13 @@ def led(
     ranks = 1 + len(channels)
     for rank, channel in enumerate(channels, 1):
         channel.set_timeout(STARTING)
-        if channel.receive() != ["here"]:
+        if (said := channel.receive()) is None:
             raise RanksError(f"process {rank} of {ranks} did not start; its own message is above")
+        if said != ["here", identity()]:
+            raise RanksError(
+                f"process {rank} of {ranks} is {said[-1]:.200} and process 0 is {identity()}: all need the same; "
+                "LMSTATE_OPS=avx2 for all has the same bits on different processors"
+            )
         channel.set_timeout(timeout)
         channel.send("begin", rank, ranks, timeout, threads)
     torch.set_num_threads(threads)
