@@ -9,7 +9,7 @@ from torch import Tensor
 from lmstate.ops import cpu, dispatch
 from lmstate.ops.attention import attend_blocks as module
 from lmstate.ops.attention.attend import attend
-from lmstate.ops.attention.attend_blocks import attend_blocks, choose_blocks
+from lmstate.ops.attention.attend_blocks import attend_blocks, choose_blocks, choose_blocks_reference
 from lmstate.ops.types.params import AttentionParams
 
 DIM, SIZE, LENGTH, GROUPS = 8, 5, 43, 2
@@ -50,6 +50,39 @@ def test_any_cut_chooses_the_best_blocks_the_own_ones_and_the_later_of_equals(
             best = [float("inf") if mine - local < at <= mine else score for at, score in enumerate(best)]
             wanted = sorted(sorted(range(len(best)), key=lambda at: (-best[at], -at))[:3])
             assert found[own][group] == wanted
+
+
+@pytest.mark.parametrize("heads", [1, 3, 4, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_ragged_rows_choose_as_the_reference_does(heads: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(heads)
+    q, keys = (torch.randn(shape, generator=generator) for shape in ((3, 9, heads, 36), (3, 1, 300, 36)))
+    keys, (starts, counts) = keys.to(dtype), torch.tensor([[250, 0, 130], [9, 0, 5]])
+    for r in range(3):
+        q[r, counts[r] :], keys[r, :, starts[r] + counts[r] :] = float("nan"), float("nan")
+    chosen = choose_blocks(q, keys, starts, counts, budget=4, size=24, local=1)
+    wanted = choose_blocks_reference(q, keys.float().nan_to_num(), starts, counts, budget=4, size=24, local=1)
+    assert torch.equal(chosen, wanted)
+
+
+def test_threads_do_not_change_what_is_chosen() -> None:
+    generator, threads, found = torch.Generator().manual_seed(3), torch.get_num_threads(), []
+    q, keys = (torch.randn(shape, generator=generator) for shape in ((2, 90, GROUPS, DIM), (2, 1, 700, DIM)))
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            places = torch.tensor([600, 20]), torch.tensor([90, 70])
+            found.append(choose_blocks(q, keys, *places, budget=3, size=SIZE, local=1))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_rows_that_do_not_fit_are_refused(body: str) -> None:
+    if body != "reference":
+        with pytest.raises(ValueError, match="row 0 does not fit"):
+            choose_blocks(whole_numbers(1, 4, GROUPS, DIM), whole_numbers(1, 1, 6, DIM), torch.tensor([3]),
+                          torch.tensor([4]), budget=3, size=SIZE, local=1)  # fmt: skip
 
 
 @pytest.mark.parametrize("gathered", [1, 1 << 23])

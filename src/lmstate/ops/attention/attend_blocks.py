@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lmstate.ops import dispatch
 from lmstate.ops.attention.attend import attend
 from lmstate.ops.attention.choose import GATHERED, SCORES, gather_positions
 from lmstate.ops.dense.linear import linear
@@ -32,32 +33,45 @@ def choose_blocks(
 
     A score is one product, whose bits do not depend on how many are computed.
     """
+    end = max((starts + counts).tolist(), default=0)
+    budget = min(budget, -(-end // size))
+    body = dispatch.native(q, keys)
+    native = body.choosing.choose_blocks if body is not None and body.choosing.can_choose(q, keys) else None
+    choose = native or choose_blocks_reference
+    tokens = max(1, SCORES // max(q.shape[0] * q.shape[2] * end, 1))
+    parts = [
+        choose(
+            q[:, first : first + tokens], keys, starts + first, (counts - first).clamp(0, tokens), budget=budget,
+            size=size, local=local,
+        )
+        for first in range(0, max(q.shape[1], 1), tokens)
+    ]  # fmt: skip
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def choose_blocks_reference(
+    q: Tensor, keys: Stored, starts: Tensor, counts: Tensor, *, budget: int, size: int, local: int
+) -> Tensor:
     rows, width, heads, _ = q.shape
     end = max((starts + counts).tolist(), default=0)
+    blocks, device = max(-(-end // size), budget), q.device
     held = dense(keys)[:, 0, :end].float()
-    blocks = -(-end // size)
-    places, offsets = torch.arange(end, device=held.device), torch.arange(width, device=held.device)
-    numbers = torch.arange(blocks, device=held.device)
-    starts, counts = starts.to(held.device)[:, None], counts.to(held.device)[:, None]
-    parts = []
-    tokens = max(1, SCORES // max(rows * heads * end, 1))
-    for first in range(0, max(width, 1), tokens):
-        some = slice(first, first + tokens)
-        own = (starts + offsets[some])[:, :, None, None]  # [R, t, 1, 1]
-        products = [linear(q[r, some].flatten(0, 1), FloatWeight(held[r])) for r in range(rows)]
-        scores = torch.stack(products).unflatten(1, (-1, heads)) if rows else q.new_zeros(0, 0, heads, end)
-        scores = scores.masked_fill(places > own, float("-inf"))
-        scores = torch.nn.functional.pad(scores, (0, blocks * size - end), value=float("-inf"))
-        best = scores.unflatten(-1, (blocks, size)).amax(-1)  # [R, t, J, B]
-        mine = own // size
-        best = best.masked_fill((numbers > mine - local) & (numbers <= mine), float("inf"))
-        # From the last block on: a stable sort keeps the order of those whose scores are the same.
-        order = best.flip(-1).sort(dim=-1, descending=True, stable=True).indices
-        chosen = blocks - 1 - order[..., : min(budget, blocks)]
-        padding = (offsets[some] >= counts)[:, :, None, None]
-        chosen = chosen.masked_fill((chosen > mine) | padding, blocks).sort(dim=-1).values
-        parts.append(chosen.masked_fill(chosen == blocks, -1))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    starts, counts = (x.to(device)[:, None] for x in (starts, counts))
+    offsets, numbers = torch.arange(width, device=device), torch.arange(blocks, device=device)
+    own = (starts + offsets)[:, :, None, None]  # [R, T, 1, 1]
+    products = [linear(q[r].flatten(0, 1), FloatWeight(held[r])) for r in range(rows)]
+    scores = torch.stack(products).unflatten(1, (-1, heads)) if rows else q.new_zeros(0, width, heads, end)
+    scores = scores.masked_fill(torch.arange(end, device=device) > own, float("-inf"))
+    scores = torch.nn.functional.pad(scores, (0, blocks * size - end), value=float("-inf"))
+    best = scores.unflatten(-1, (blocks, size)).amax(-1)  # [R, T, J, B]
+    mine = own // size
+    best = best.masked_fill((numbers > mine - local) & (numbers <= mine), float("inf"))
+    # From the last block on: a stable sort keeps the order of those whose scores are the same.
+    order = best.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+    chosen = blocks - 1 - order[..., :budget]
+    padding = (offsets >= counts)[:, :, None, None]
+    chosen = chosen.masked_fill((chosen > mine) | padding, blocks).sort(dim=-1).values
+    return chosen.masked_fill(chosen == blocks, -1)
 
 
 def attend_blocks(

@@ -40,7 +40,7 @@ def choose_positions(
     budget = min(budget, keys.shape[2])
     tokens = max(1, SCORES // max(q.shape[0] * keys.shape[2], 1))
     body = dispatch.native(q, weights, keys)
-    native = body.choosing if body is not None and body.choosing.can_choose(q, weights, keys) else None
+    native = body.choosing if body is not None and body.choosing.can_choose(q, keys, weights) else None
     parts = []
     for first in range(0, max(q.shape[1], 1), tokens):
         some, offsets = slice(first, first + tokens), (starts + first, (counts - first).clamp(0, tokens))

@@ -142,7 +142,7 @@ ATTEND_LATENT = CStruct(
 )  # fmt: skip
 CHOOSE = CStruct(
     "choose_args", "P q weights keys starts counts table scores chosen", "q rows tokens heads dim slots budget",
-    "q q_row q_token q_head w_row w_token key_row key_slot table_row block kind threads rate",
+    "q q_row q_token q_head w_row w_token key_row key_slot table_row block kind threads rate size local",
 )  # fmt: skip
 GATHER = CStruct(
     "gather_args", "P source table chosen to", "q rows count bytes slots row slot table_row block threads head"

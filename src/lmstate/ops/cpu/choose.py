@@ -20,44 +20,54 @@ class ChoosingBodies:
         self._choose = function(library, "lmstate_choose")
         self._gather = function(library, "lmstate_gather")
 
-    def can_choose(self, q: Tensor, weights: Tensor, keys: Stored) -> bool:
+    def can_choose(self, q: Tensor, keys: Stored, weights: Tensor | None = None) -> bool:
         """Whether these dtypes and strides are among those of the body."""
-        return (
-            q.dtype == weights.dtype == torch.float32
-            and keys.dtype in KINDS
-            and q.stride(3) == weights.stride(2) == keys.stride(3) == 1
-        )
+        floats = (q,) if weights is None else (q, weights)
+        dense = all(x.stride(-1) == 1 for x in (keys, *floats))
+        return dense and keys.dtype in KINDS and all(x.dtype == torch.float32 for x in floats)
 
     def choose(
         self, q: Tensor, weights: Tensor, keys: Stored, starts: Tensor, counts: Tensor, budget: int, rate: int = 1
     ) -> Tensor:
         """`ops.attention.choose.choose_positions`."""
+        if weights.shape != q.shape[:3]:
+            raise ValueError(f"weights {list(weights.shape)} do not fit queries {list(q.shape)}")
+        chosen = torch.empty(*q.shape[:2], budget, dtype=torch.int64)
+        w_row, w_token, _ = weights.stride()
+        self._run(chosen, q, keys, starts, counts, weights=weights.data_ptr(), w_row=w_row, w_token=w_token, rate=rate)
+        return chosen
+
+    def choose_blocks(
+        self, q: Tensor, keys: Stored, starts: Tensor, counts: Tensor, *, budget: int, size: int, local: int
+    ) -> Tensor:
+        """`ops.attention.attend_blocks.choose_blocks`."""
+        chosen = torch.empty(*q.shape[:3], budget, dtype=torch.int64)
+        self._run(chosen, q, keys, starts, counts, size=size, local=local, rate=1)
+        return chosen
+
+    def _run(self, chosen: Tensor, q: Tensor, keys: Stored, starts: Tensor, counts: Tensor, **others: int) -> None:
+        """Fill `chosen`; `others` are fields of `abi.CHOOSE` that not both choices have."""
         rows, tokens, heads, dim = q.shape
         slots = keys.shape[2]
-        if keys.shape != (rows, 1, slots, dim) or weights.shape != (rows, tokens, heads):
-            raise ValueError(
-                f"queries {list(q.shape)} and weights {list(weights.shape)} do not fit index keys {list(keys.shape)}"
-            )
+        if keys.shape != (rows, 1, slots, dim):
+            raise ValueError(f"queries {list(q.shape)} do not fit index keys {list(keys.shape)}")
         starts, counts = integers(starts, "starts", rows), integers(counts, "counts", rows)
-        padded = -(-slots // BLOCK_TOKENS) * BLOCK_TOKENS
-        scores = torch.empty(rows, tokens, padded, dtype=torch.float32)
-        chosen = torch.empty(rows, tokens, budget, dtype=torch.int64)
-        (q_row, q_token, q_head, _), (w_row, w_token, _) = q.stride(), weights.stride()
+        scores = torch.empty(*chosen.shape[:-1], -(-slots // BLOCK_TOKENS) * BLOCK_TOKENS)
+        q_row, q_token, q_head, _ = q.stride()
         (table,), (table_row, block) = table_pointers(keys), table_shape(keys)
+        given = {"weights": 0, "w_row": 0, "w_token": 0, "size": 0, "local": 0, **others}
         arguments = abi.CHOOSE.pack(
-            q=q.data_ptr(), weights=weights.data_ptr(), keys=keys.data_ptr(), starts=starts.data_ptr(),
-            counts=counts.data_ptr(), table=table, scores=scores.data_ptr(), chosen=chosen.data_ptr(), rows=rows,
-            tokens=tokens, heads=heads, dim=dim, slots=slots, budget=budget, q_row=q_row, q_token=q_token,
-            q_head=q_head, w_row=w_row, w_token=w_token, key_row=keys.stride(0), key_slot=keys.stride(2),
-            table_row=table_row, block=block, kind=KINDS[keys.dtype], threads=torch.get_num_threads(),
-            rate=rate,
+            q=q.data_ptr(), keys=keys.data_ptr(), starts=starts.data_ptr(), counts=counts.data_ptr(), table=table,
+            scores=scores.data_ptr(), chosen=chosen.data_ptr(), rows=rows, tokens=tokens, heads=heads, dim=dim,
+            slots=slots, budget=chosen.shape[-1], q_row=q_row, q_token=q_token, q_head=q_head,
+            key_row=keys.stride(0), key_slot=keys.stride(2), table_row=table_row, block=block,
+            kind=KINDS[keys.dtype], threads=torch.get_num_threads(), **given,
         )  # fmt: skip
         status = self._choose(arguments)
         if status < 0:
             raise MemoryError("no memory to turn the keys of an index")
         if status:
             raise ValueError(f"row {status - 1} does not fit: its start, its new tokens, and {slots} stored positions")
-        return chosen
 
     def gather(self, stored: Stored, chosen: Tensor, head: int = 0) -> Tensor:
         """Vectors of a head of `[R, K, S, D]` at positions int64 `[R, N]` -> `[R, N, D]`; zeros where one is -1."""

@@ -1,34 +1,43 @@
 /* Choosing positions (DeepSeek Sparse Attention, 2512.02556): small keys score what is stored, a query attends to the
- * positions of the largest scores. And putting what it attends to side by side. */
+ * positions of the largest scores. Or choosing blocks of them (MiniMax-M3), where each head chooses for itself by the
+ * best key of a block. And putting what it attends to side by side. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "attention/attend_args.h"
-#include "simd/simd.h"
+#include "attention/tile.h"
 #include "layout.h"
 
 typedef struct {
-  const float *q, *weights;       /* [R, T, H, D] and [R, T, H] by their strides, their last axes dense */
+  const float *q, *weights;       /* [R, T, H, D] and [R, T, H] by their strides, their last axes dense; blocks need no
+                                   * weights */
   const void *keys;               /* [R, S, D] by its strides, of `kind`; nothing where there is a table */
   const int64_t *starts, *counts; /* [R] */
   char *const *table;             /* [R, table_row]: see attend_args */
-  float *scores;                  /* [R, T, S] */
-  int64_t *chosen;                /* [R, T, budget]: positions in order, then -1 */
+  float *scores;                  /* [R, T, S]; of blocks [R, T, H, S] */
+  int64_t *chosen;                /* [R, T, budget]: positions in order, then -1; of blocks [R, T, H, budget] */
   int64_t rows, tokens, heads, dim, slots, budget;
   int64_t q_row, q_token, q_head, w_row, w_token, key_row, key_slot, table_row, block, kind, threads;
   int64_t rate; /* tokens that a key stands for: it is seen when all of them are */
+  int64_t size, local; /* positions of a block, or 0; blocks up to the query's own that are chosen in any case */
 } choose_args;
 
 enum { RUN = 64, STRIP = 4 * VL }; /* positions that lie together, and that registers hold the scores of */
 
+/* Where position p of a row lies. */
+INLINE const char *key_at(const choose_args *a, int64_t r, int64_t p) {
+  const int64_t size = size_of((int)a->kind);
+  return position_at(a->keys, r * a->key_row * size, a->table ? a->table + r * a->table_row : NULL, a->block, a->slots,
+                     0, a->key_slot * size, p);
+}
+
 /* Keys first..first + RUN of a row, each feature's side by side; zeros behind the last slot. */
 static void transpose(const choose_args *a, int64_t r, int64_t first, float *turned) {
-  const int64_t size = size_of((int)a->kind), count = a->slots - first < RUN ? a->slots - first : RUN;
+  const int64_t count = a->slots - first < RUN ? a->slots - first : RUN;
   const int kind = (int)a->kind;
   if (count < RUN) memset(turned, 0, (size_t)(a->dim * RUN) * sizeof(float));
   for (int64_t i = 0; i < count; i++) {
-    const char *key = position_at(a->keys, r * a->key_row * size, a->table ? a->table + r * a->table_row : NULL,
-                                  a->block, a->slots, 0, a->key_slot * size, first + i);
+    const char *key = key_at(a, r, first + i);
     for (int64_t d = 0; d < a->dim; d += VL) {
       const int n = a->dim - d < VL ? (int)(a->dim - d) : VL;
       float part[VL];
@@ -70,6 +79,38 @@ static void score_run(const choose_args *a, const float *q, const float *weights
   }
 }
 
+/* The scores of `count` keys by each head, S apart: single products, which are the same however many there are. The
+ * keys that come next lie `ahead` bytes from here. */
+static void score_heads(const choose_args *a, const float *q, const char *keys, int64_t ahead, int64_t count,
+                        float *scores, int64_t width) {
+  float tile[TILE][SUB];
+  for (int64_t h = 0; h < a->heads; h += TILE) {
+    const int queries = (int)(a->heads - h < TILE ? a->heads - h : TILE);
+    const float *each[TILE];
+    for (int j = 0; j < queries; j++) each[j] = q + (h + j) * a->q_head;
+    switch (a->kind) {
+      case F32: FOR_QUERIES(score(each, N, keys, a->key_slot, a->dim, count, ahead, tile, 0, F32)) break;
+      case BF16: FOR_QUERIES(score(each, N, keys, a->key_slot, a->dim, count, ahead, tile, 0, BF16)) break;
+      default: FOR_QUERIES(score(each, N, keys, a->key_slot, a->dim, count, ahead, tile, 0, F16)) break;
+    }
+    for (int j = 0; j < queries; j++) memcpy(scores + (h + j) * width, tile[j], (size_t)count * sizeof(float));
+  }
+}
+
+/* The best of n scores of each block, in place; that of the own block and of those near it is infinite. */
+static void best_of_blocks(float *scores, int64_t n, int64_t size, int64_t local) {
+  const int64_t blocks = (n + size - 1) / size;
+  for (int64_t b = 0; b < blocks; b++) {
+    const int64_t end = (b + 1) * size < n ? (b + 1) * size : n;
+    int64_t i = b * size;
+    vf most = vf_set1(scores[i]);
+    for (; i + VL <= end; i += VL) most = vf_max(most, vf_load(scores + i));
+    float best = vf_largest(most);
+    for (; i < end; i++) best = scores[i] > best ? scores[i] : best;
+    scores[b] = b >= blocks - local ? INFINITY : best;
+  }
+}
+
 /* In the order of floats; of both zeros the same. */
 INLINE uint32_t ordered(float x) {
   const uint32_t bits = to_bits(x + 0.0f);
@@ -105,8 +146,26 @@ static void largest(const float *scores, int64_t n, int64_t budget, int64_t *cho
   for (; found < budget; found++) chosen[found] = -1;
 }
 
-/* How many keys token t of a row sees. */
+/* How many keys token t of a row sees, and of how many it chooses. */
 INLINE int64_t seen(const choose_args *a, int64_t r, int64_t t) { return (a->starts[r] + t + 1) / a->rate; }
+INLINE int64_t candidates(const choose_args *a, int64_t r, int64_t t) {
+  return a->size ? (seen(a, r, t) + a->size - 1) / a->size : seen(a, r, t);
+}
+
+/* The scores of the keys first..first + RUN of a row by every token that sees them, and has a choice. */
+static void score_tokens(const choose_args *a, int64_t r, int64_t first, int64_t width, float *turned) {
+  const int64_t each = a->size ? a->heads : 1, left = a->slots - first, count = left < RUN ? left : RUN;
+  const char *keys = key_at(a, r, first);
+  const int64_t ahead = first + RUN < seen(a, r, a->counts[r] - 1) ? key_at(a, r, first + RUN) - keys : 0;
+  if (!a->size) transpose(a, r, first, turned);
+  for (int64_t t = 0; t < a->counts[r]; t++) {
+    if (seen(a, r, t) <= first || candidates(a, r, t) <= a->budget) continue;
+    const float *q = a->q + r * a->q_row + t * a->q_token;
+    float *scores = a->scores + (r * a->tokens + t) * each * width + first;
+    if (a->size) score_heads(a, q, keys, ahead, count, scores, width);
+    else score_run(a, q, a->weights + r * a->w_row + t * a->w_token, turned, scores);
+  }
+}
 
 /* 0; -1 where there was no memory, or 1 + the row whose start or count does not fit. */
 int64_t lmstate_choose(const choose_args *a) {
@@ -118,6 +177,7 @@ int64_t lmstate_choose(const choose_args *a) {
     if (a->counts[r] && seen(a, r, a->counts[r] - 1) > longest) longest = seen(a, r, a->counts[r] - 1);
   }
   const int64_t runs = (longest + RUN - 1) / RUN, width = (a->slots + RUN - 1) / RUN * RUN;
+  const int64_t each = a->size ? a->heads : 1; /* choices of a token */
   int failed = 0;
 #pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
   {
@@ -129,18 +189,16 @@ int64_t lmstate_choose(const choose_args *a) {
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < a->rows * runs; i++) {
       const int64_t r = i / runs, first = i % runs * RUN;
-      if (!turned || !a->counts[r] || first >= seen(a, r, a->counts[r] - 1)) continue;
-      transpose(a, r, first, turned);
-      for (int64_t t = 0; t < a->counts[r]; t++)
-        if (seen(a, r, t) > first && seen(a, r, t) > a->budget) /* else it sees no more than it may choose */
-          score_run(a, a->q + r * a->q_row + t * a->q_token, a->weights + r * a->w_row + t * a->w_token, turned,
-                    a->scores + (r * a->tokens + t) * width + first);
+      if (turned && a->counts[r] && first < seen(a, r, a->counts[r] - 1)) score_tokens(a, r, first, width, turned);
     }
     free(turned);
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < a->rows * a->tokens; i++) {
-      const int64_t r = i / a->tokens, t = i % a->tokens;
-      largest(a->scores + i * width, t < a->counts[r] ? seen(a, r, t) : 0, a->budget, a->chosen + i * a->budget);
+    for (int64_t i = 0; i < a->rows * a->tokens * each; i++) {
+      const int64_t r = i / each / a->tokens, t = i / each % a->tokens;
+      const int64_t n = t < a->counts[r] ? candidates(a, r, t) : 0;
+      float *scores = a->scores + i * width;
+      if (a->size && n > a->budget) best_of_blocks(scores, seen(a, r, t), a->size, a->local);
+      largest(scores, n, a->budget, a->chosen + i * a->budget);
     }
   }
   return failed ? -1 : 0;

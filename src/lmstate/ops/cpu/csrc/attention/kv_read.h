@@ -103,19 +103,6 @@ INLINE void add_all(const attend_args *a, const source *s, const partial_softmax
                  s->v.ahead, weights, r->at[run], kind);
 }
 
-/* `call` with constants for the number of queries: those that a processor has registers for. */
-#if VL == 16
-#define FOR_QUERIES(call) switch (queries) { \
-    case 1: { enum { N = 1 }; call; break; } \
-    case 2: { enum { N = 2 }; call; break; } \
-    case 3: { enum { N = 3 }; call; break; } \
-    default: { enum { N = TILE }; call; } }
-#else
-#define FOR_QUERIES(call) switch (queries) { \
-    case 1: { enum { N = 1 }; call; break; } \
-    case 2: { enum { N = 2 }; call; break; } \
-    default: { enum { N = TILE }; call; } }
-#endif
 #define KIND(name, kind) \
   static void score_##name(const attend_args *a, const source *s, const float *const *q, int queries, \
                            const ring_ranges *r, int64_t block, float (*scores)[SUB]) { \

@@ -13,6 +13,20 @@ INLINE void prefetch_ahead(int kind, const void *base, int64_t at, int64_t ahead
 }
 enum { TILE = VL == 16 ? 4 : 3 }; /* queries that share a key in registers, with sums for four keys */
 
+/* `call` with constants for the number of queries: those that a processor has registers for. */
+#if VL == 16
+#define FOR_QUERIES(call) switch (queries) { \
+    case 1: { enum { N = 1 }; call; break; } \
+    case 2: { enum { N = 2 }; call; break; } \
+    case 3: { enum { N = 3 }; call; break; } \
+    default: { enum { N = TILE }; call; } }
+#else
+#define FOR_QUERIES(call) switch (queries) { \
+    case 1: { enum { N = 1 }; call; break; } \
+    case 2: { enum { N = 2 }; call; break; } \
+    default: { enum { N = TILE }; call; } }
+#endif
+
 /* A part of a softmax: largest score, sum of exponentials, then their sum with the values (dim_v floats). Where they
  * are asked for, also the exponentials of each tile of SUB positions, and the largest score that these are relative
  * to. */
