@@ -35,7 +35,6 @@ CONVERSATIONS = {
 ENCODER = "reads in both directions, or belongs to an encoder"
 SPEECH = "generates speech or music, or only describes pictures"
 BYTES = "reads bytes in patches of lengths that a second model chooses"
-SPARSE = "attends to chosen positions, which needs a state of its own"
 OLD = "old and hardly used"
 WRAPPER = "a wrapper: its text model is loaded"
 DRAFTER = "drafts for another model (`load(heads=...)`), and is not one by itself"
@@ -49,8 +48,6 @@ LEFT_OUT = {
     **dict.fromkeys(
         ("moshi", "musicgen", "musicgen_melody", "trocr", "git"), SPEECH),
     "blt": BYTES,
-    **dict.fromkeys(
-        ("qwen4_exp", "qwen4_exp_text"), SPARSE),
     **dict.fromkeys(("ctrl", "cpmant", "gpt_neox_japanese", "openai-gpt", "reformer"), OLD),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), DRAFTER),
     **dict.fromkeys(
@@ -65,6 +62,7 @@ LOADED_AS = {
     "gemma4_unified": "gemma4_unified_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
     "gpt-sw3": "gpt2", "dots3_note": "dots3_note_text", "mllama": "mllama_text_model", "emu3": "emu3_text_model",
     "fuyu": "persimmon", "got_ocr2": "qwen2", "moss_transcribe_diarize": "qwen3",
+    "qwen4_exp": "qwen4_exp_text",
 }  # fmt: skip
 
 

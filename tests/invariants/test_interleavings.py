@@ -32,6 +32,7 @@ KINDS = {
     "chosen positions": "deepseek_v32",
     "compressed entries": "deepseek_v4",
     "chosen blocks": "minimax_m3",
+    "pooled index": "qwen4_exp",
     "windows of latents": "dots3_note",
     "gated delta": "qwen3_next-dense",  # without experts: two nearly as good may change places with a rounding
     "channel-gated delta": "kimi_linear",

@@ -53,8 +53,22 @@ _LING = {
     "routed_scaling_factor": 1.5,
 }
 _PATTERN = {"layer_types": ["full_attention", "linear_attention", "linear_attention"], "num_hidden_layers": 3}
+_QWEN4 = {
+    **_DELTA, **_EXPERTS, "head_dim": 16, "hc_lowrank": 10, "ple_layer_ids": [1, 3], "ple_embed_dim": 32,
+    "heads_per_ngram": 2, "ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 8,
+    "split_ngram_parts": 4, "indexer_n_heads": 32, "indexer_kv_heads": 1, "indexer_head_dim": 16,
+    "indexer_budget": 24, "indexer_compress_ratio": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}  # fmt: skip
 
 CASES = {
+    "qwen4_exp": partial(_config, "Qwen4ExpTextConfig", **_QWEN4),
+    "qwen4_exp-attention": partial(
+        _config, "Qwen4ExpTextConfig", **{**_QWEN4, "layer_types": ["full_attention", "linear_attention",
+        "full_attention"], "ple_layer_ids": [2], "split_ngram_parts": 1}, num_hidden_layers=3, hc_count=2,
+        num_key_value_heads=1, ngram_size=2, ple_conv_kernel_size=3, output_gate_type="sigmoid",
+        tie_word_embeddings=True,
+    ),
     "qwen3_5": partial(_config, "Qwen3_5TextConfig", head_dim=16, **_DELTA),
     "qwen3_5-tied": partial(
         _config, "Qwen3_5TextConfig", head_dim=8, num_key_value_heads=6, tie_word_embeddings=True,

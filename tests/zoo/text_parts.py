@@ -85,6 +85,13 @@ CASES = {
         rope_theta=[5000.0, 1000.0, 1000.0, 5000.0],
         n_routed_experts=9, num_experts_per_tok=2, moe_intermediate_size=24,
     ),
+    "qwen4_exp-wrapped": partial(
+        _seeing, "Qwen4Exp", head_dim=16, num_hidden_layers=4, num_experts=5, num_experts_per_tok=2,
+        moe_intermediate_size=24, shared_expert_intermediate_size=40, linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=12, linear_value_head_dim=8, hc_count=2, hc_lowrank=10,
+        indexer_n_heads=32, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=24, indexer_compress_ratio=4,
+        **_sections(4, 2, 2),
+    ),
     "deepseek_ocr2": partial(
         _seeing, "DeepseekOcr2", mlp_layer_types=["dense", "sparse", "sparse"], routed_scaling_factor=1.5, **_EXPERTS
     ),

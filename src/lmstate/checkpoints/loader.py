@@ -196,6 +196,19 @@ class WeightLoader:
         self._asked.add(name)
         return floats(self.source.read(name)).float().to(self.device)
 
+    def table(self, name: str, width: int) -> Tensor:
+        """A matrix `[N, width]` of which a step reads few rows, in the file's dtype; it stays in the mapped file.
+
+        Raises `ModelError` if it is absent, of another width, or quantized.
+        """
+        found = self.shape(name)
+        self._expect(name, found, (*found[:1], width))
+        self._asked.add(name)
+        numbers = self.source.read(name)
+        if isinstance(numbers, GroupedQuant):
+            raise ModelError(f"{self.source.path}: the table {name!r} is quantized; expected floats")
+        return numbers
+
     def linear(
         self,
         *names: str,

@@ -65,6 +65,10 @@ class Block:
         assert self.mlp is not None
         return self.mlp(x, self.mlp_norm, Residual(stream, self.mlp_post_norm, self.scale))
 
+    def new_state(self, layout: Layout) -> LayerState:
+        """The state of its mixer, and of what else it remembers."""
+        return self.mixer.new_state(layout)
+
     @property
     def reads(self) -> int | None:
         """The block whose keys and values this one attends to, where they are not its own."""
@@ -107,7 +111,7 @@ def new_layers(blocks: Iterable[Block], layouts: Iterable[Layout]) -> list[Layer
     for block, layout in zip(blocks, layouts):
         if block.reads is None:
             own = layout if block.device is None else replace(layout, device=block.device)
-            layers.append(block.mixer.new_state(own))
+            layers.append(block.new_state(own))
         else:
             source = layers[block.reads]
             assert isinstance(source, KeyValueState)

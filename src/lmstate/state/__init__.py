@@ -9,13 +9,14 @@ from lmstate.state.kv.factory import (
     indexed_latent_state,
     keeping_all,
     latent_state,
+    pooled_index_state,
 )
 from lmstate.state.layers.attention import AttentionState, KeyValueState
 from lmstate.state.layers.base import LayerState, Layout
 from lmstate.state.layers.composite import CompositeState
-from lmstate.state.layers.compressed import CompressedState, Pooling, WindowedVectors
+from lmstate.state.layers.compressed import CompressedState, PooledIndexState, Pooling, WindowedVectors
 from lmstate.state.layers.cross import CrossState
-from lmstate.state.layers.indexed_attention import BlockChoice, IndexedAttentionState
+from lmstate.state.layers.indexed_attention import BlockChoice, ChosenBlocksState, IndexedAttentionState
 from lmstate.state.layers.latent import IndexKeys, LatentState
 from lmstate.state.layers.recurrent import RecurrentState
 from lmstate.state.layers.shared_kv import SharedState
@@ -31,6 +32,7 @@ __all__ = [
     "AttentionState",
     "BlockChoice",
     "BlockPool",
+    "ChosenBlocksState",
     "CompositeState",
     "CompressedState",
     "CrossState",
@@ -43,6 +45,7 @@ __all__ = [
     "Layout",
     "Media",
     "MediaSpan",
+    "PooledIndexState",
     "Pooling",
     "RecurrentState",
     "RowOpening",
@@ -59,4 +62,5 @@ __all__ = [
     "indexed_latent_state",
     "keeping_all",
     "latent_state",
+    "pooled_index_state",
 ]

@@ -168,6 +168,7 @@ FAMILIES = {
     "qwen3_omni_moe_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3",
     "qwen3_vl_text": "qwen3",
+    "qwen4_exp_text": "qwen4_exp",
     "recurrent_gemma": "recurrent_gemma",
     "rwkv": "rwkv",
     "sarvam_mla": "deepseek",

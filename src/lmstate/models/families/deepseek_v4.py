@@ -28,7 +28,7 @@ from lmstate.models.families import builders as b
 from lmstate.models.heads.block_head import Chained
 from lmstate.models.heads.dspark import LatentSpark
 from lmstate.models.layers.compressed_attention import CompressedAttention, Compressor, EntryIndex
-from lmstate.models.layers.hyper_connection import HyperBlock, RepeatedEmbedding
+from lmstate.models.layers.hyper_connection import HyperBlock, RepeatedTokens
 from lmstate.models.layers.mlp import ClampedMLP
 from lmstate.models.layers.moe import MixtureOfExperts
 from lmstate.models.layers.rope import Rope, make_rope
@@ -133,15 +133,6 @@ class HashedBlock(HyperBlock):
         x = ops.norm(x, norm)
         flat, chosen = x.flatten(0, -2), self.experts_of_token[step.extras["tokens"].flatten()]
         return mixture.routed(flat, *mixture.router.of_table(flat, chosen)).view_as(x) + mixture.shared(x)
-
-
-@dataclass(frozen=True, eq=False)
-class RepeatedTokens(RepeatedEmbedding):
-    """The embedding in each of N streams; blocks read the tokens too."""
-
-    def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
-        step.extras["tokens"] = tokens
-        return super().__call__(x, tokens, step)
 
 
 def build(w: WeightLoader) -> Model:

@@ -22,7 +22,7 @@ from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.source import floats
 from lmstate.models.families import builders as b
 from lmstate.models.layers.base import Mixer
-from lmstate.models.layers.gated_delta_net import GatedDelta
+from lmstate.models.layers.gated_delta_net import GateAct, GatedDelta
 from lmstate.models.layers.rope import make_rope, position_axes
 from lmstate.models.model import Block, Model
 from lmstate.ops.weights.grouped import FloatWeight
@@ -72,7 +72,7 @@ def build(w: WeightLoader) -> Model:
     )
 
 
-def delta(w: WeightLoader, prefix: str, shape: b.Dims) -> GatedDelta:
+def delta(w: WeightLoader, prefix: str, shape: b.Dims, *, gate_act: GateAct = "silu") -> GatedDelta:
     config = w.config
     key_heads = config.int("linear_num_key_heads", low=1, high=b.MAX_SIZE)
     heads = config.int("linear_num_value_heads", low=1, high=b.MAX_SIZE)
@@ -106,6 +106,7 @@ def delta(w: WeightLoader, prefix: str, shape: b.Dims) -> GatedDelta:
         key_heads,
         key_dim,
         value_dim,
+        gate_act,
     )
 
 

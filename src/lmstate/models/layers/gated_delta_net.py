@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from lmstate.ops.recurrent.gated_delta_mixer import gated_delta_mixer
 from lmstate.ops.types.mixers import GatedDeltaParams
 from lmstate.state import LayerState, Layout, RecurrentState, Step
 from lmstate.state.layers.scans import Carry
+
+GateAct: TypeAlias = Literal["silu", "sigmoid"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +53,7 @@ class GatedDelta(FusableLayer):
     key_heads: int
     key_dim: int
     value_dim: int
-    gate_act: Literal["silu", "sigmoid"] = "silu"
+    gate_act: GateAct = "silu"
     beta_scale: float = 1.0  # 2: negative eigenvalues (2411.12537)
     floor: float | None = None  # of the log decay, which then follows a sigmoid and not a softplus
     decay_up: LowRankProjection | None = None

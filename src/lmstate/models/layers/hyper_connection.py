@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,18 @@ from lmstate import ops
 from lmstate.models.block import Block
 from lmstate.ops import Norm, Weight
 from lmstate.state import LayerState, Step
+
+
+class StreamConnection(Protocol):
+    """Connection around a part of a block: the part reads one stream, and its output is added to each of N."""
+
+    def read(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Float32 streams `[R, T, N * E]` -> one `[R, T, E]`, and what `write` asks for."""
+        ...
+
+    def write(self, x: Tensor, found: Tensor, output: Tensor) -> Tensor:
+        """The streams with the part's output `[R, T, E]` -> `[R, T, N * E]`."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,9 +70,14 @@ class HyperConnection(StreamMixer):
     output_eps: float = 0.0
     balancings: int = 0
 
-    def write(self, x: Tensor, logits: Tensor, output: Tensor) -> Tensor:
+    def read(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The mixture `[R, T, E]`, and the logits."""
+        logits = self.logits(x)
+        return self.mixed(x, logits), logits
+
+    def write(self, x: Tensor, found: Tensor, output: Tensor) -> Tensor:
         """Streams `[R, T, N * E]` with the output `[R, T, E]` of the part that read them -> `[R, T, N * E]`."""
-        count, streams = self.streams, x.unflatten(-1, (self.streams, -1))
+        logits, count, streams = found, self.streams, x.unflatten(-1, (self.streams, -1))
         weights = self.magnitude * ops.sigmoid(logits[..., count : 2 * count]) + self.output_eps  # [R, T, N]
         if self.balancings:
             shares = self._shares(logits[..., 2 * count :].unflatten(-1, (count, count)))  # [R, T, from, to]
@@ -80,21 +97,56 @@ class HyperConnection(StreamMixer):
         return shares.float()
 
 
+@dataclass(frozen=True, eq=False)
+class GatedStreams:
+    """Mixes N streams by a gate for each of their features (Qwen4-Exp), and may be a connection around a part.
+
+    Each stream is normed, and the mean is taken of streams times `sigmoid(up silu(down streams / N))`. An output is
+    added to each stream with the weight `2 sigmoid(inject streams / N)`. All read normed streams.
+    """
+
+    streams: int
+    norm: Norm  # [E], of each stream, without weights
+    weights: Tensor  # float32 [N, E], of what is normed
+    down: Weight  # [rank, N * E]
+    up: Weight  # [N * E, rank]
+    inject: Weight | None = None  # [N, N * E]; None: it only reads
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Float32 `[R, T, N * E]` -> `[R, T, E]`."""
+        return self.read(x)[0]
+
+    def read(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The mixture `[R, T, E]`, and the normed streams `[R, T, N * E]`."""
+        streams = (ops.norm(x.unflatten(-1, (self.streams, -1)), self.norm) * self.weights).flatten(-2)
+        low = ops.linear(streams, self.down) / self.streams
+        gated = ops.sigmoid(ops.linear(low * ops.sigmoid(low), self.up)) * streams
+        first, *others = gated.chunk(self.streams, dim=-1)
+        for other in others:  # one after the other, as above
+            first = first + other
+        return first / self.streams, streams
+
+    def write(self, x: Tensor, found: Tensor, output: Tensor) -> Tensor:
+        """Streams `[R, T, N * E]` with the output `[R, T, E]` of the part that read them -> `[R, T, N * E]`."""
+        assert self.inject is not None
+        weights = 2.0 * ops.sigmoid(ops.linear(found, self.inject) / self.streams)  # [R, T, N]
+        return x + (output[..., None, :] * weights[..., None]).flatten(-2)
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HyperBlock(Block):
     """A block on N streams, `[R, T, N * E]` side by side."""
 
     fusable: ClassVar[bool] = False
 
-    around_mixer: HyperConnection
-    around_mlp: HyperConnection
+    around_mixer: StreamConnection
+    around_mlp: StreamConnection
 
     def __call__(self, x: Tensor, step: Step, cache: LayerState) -> Tensor:
-        logits = self.around_mixer.logits(x)
-        output = self.mixer(self.around_mixer.mixed(x, logits), step, cache, self.mixer_norm)
-        x = self.around_mixer.write(x, logits, output)
-        logits = self.around_mlp.logits(x)
-        return self.around_mlp.write(x, logits, self.fed(self.around_mlp.mixed(x, logits), step))
+        mixed, found = self.around_mixer.read(x)
+        x = self.around_mixer.write(x, found, self.mixer(mixed, step, cache, self.mixer_norm))
+        mixed, found = self.around_mlp.read(x)
+        return self.around_mlp.write(x, found, self.fed(mixed, step))
 
     def fed(self, x: Tensor, step: Step) -> Tensor:
         """The output of the feed-forward part for a stream `[R, T, E]`."""
@@ -110,3 +162,12 @@ class RepeatedEmbedding:
 
     def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
         return torch.cat([x] * self.streams, dim=-1)
+
+
+@dataclass(frozen=True, eq=False)
+class RepeatedTokens(RepeatedEmbedding):
+    """The embedding in each of N streams; blocks read the tokens too."""
+
+    def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
+        step.extras["tokens"] = tokens
+        return super().__call__(x, tokens, step)

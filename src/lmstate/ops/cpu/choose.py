@@ -52,7 +52,7 @@ class ChoosingBodies:
         if keys.shape != (rows, 1, slots, dim):
             raise ValueError(f"queries {list(q.shape)} do not fit index keys {list(keys.shape)}")
         starts, counts = integers(starts, "starts", rows), integers(counts, "counts", rows)
-        scores = torch.empty(*chosen.shape[:-1], -(-slots // BLOCK_TOKENS) * BLOCK_TOKENS)
+        scores = torch.empty(*chosen.shape[:-1], -(-slots // BLOCK_TOKENS) * BLOCK_TOKENS, dtype=torch.float32)
         q_row, q_token, q_head, _ = q.stride()
         (table,), (table_row, block) = table_pointers(keys), table_shape(keys)
         given = {"weights": 0, "w_row": 0, "w_token": 0, "size": 0, "local": 0, **others}

@@ -12,6 +12,8 @@ from lmstate.ops.types.params import Norm, Residual
 
 def norm(x: Tensor, norm: Norm) -> Tensor:
     """Normalize `x` `[..., E]` over its last axis; float32 `[..., E]`."""
+    if norm.kind == "none":
+        return x.float() * norm.weight
     if x.dtype == torch.float32 and x.shape[-1] <= cuda.WIDEST_NORM and dispatch.gpu(x, norm.weight, norm.bias):
         return cuda.norm(x, norm)
     library = dispatch.native(x, norm.weight)

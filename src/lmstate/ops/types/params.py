@@ -146,11 +146,14 @@ FULL_CAUSAL = CausalMask()
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """Parameters of a norm. `weight` and `bias` are float32 `[E]`; `[H, E]` where every head has its own."""
+    """Parameters of a norm. `weight` and `bias` are float32 `[E]`; `[H, E]` where every head has its own.
+
+    `kind` "none": nothing is normalized, and the weight multiplies.
+    """
 
     weight: Tensor
     eps: float
-    kind: Literal["rms", "layer"] = "rms"
+    kind: Literal["rms", "layer", "none"] = "rms"
     bias: Tensor | None = None
 
     @property

@@ -18,8 +18,8 @@ from lmstate.state.kv.quantized.attention import (
 from lmstate.state.kv.quantized.blocks import BlockState
 from lmstate.state.layers.attention import AttentionState, KeyValueState
 from lmstate.state.layers.base import Layout
-from lmstate.state.layers.compressed import CompressedState, Pooling, WindowedVectors
-from lmstate.state.layers.indexed_attention import BlockChoice, IndexedAttentionState
+from lmstate.state.layers.compressed import CompressedState, PooledIndexState, Pooling, WindowedVectors
+from lmstate.state.layers.indexed_attention import BlockChoice, ChosenBlocksState, IndexedAttentionState
 from lmstate.state.layers.latent import IndexedLatentState, LatentState, Shift
 
 
@@ -125,17 +125,31 @@ def indexed_attention_state(
 
     Raises `UnsupportedError` for static states, and for policies that forget or quantize.
     """
+    return IndexedAttentionState(
+        _gathered(layout), kv_heads, head_dim, index_dim, choice, rotate_by=rotate_by, rotate_index_by=rotate_index_by
+    )
+
+
+def pooled_index_state(
+    layout: Layout, kv_heads: int, head_dim: int, pooling: Pooling, *, rotate_by: Shift | None
+) -> PooledIndexState:
+    """The same of a layer whose index has one key for the `pooling.rate` positions of a block."""
+    layout = _gathered(layout)
+    keys = ChosenBlocksState(layout, kv_heads, head_dim, pooling.rate, rotate_by=rotate_by)
+    return PooledIndexState(layout, keys, pooling)
+
+
+def _gathered(layout: Layout) -> Layout:
+    """`layout` in its policy's dtype. Raises `UnsupportedError` for static states, and where positions are forgotten
+    or quantized."""
     layout = keeping_all(layout)
     refused = "kv=" + str(layout.kv) if isinstance(layout.kv, Quantized) else "static=True" if layout.static else None
     if refused is not None:
         raise UnsupportedError(
-            f"{refused} was asked for; a layer of this model gathers blocks of keys and values that an index chooses, "
+            f"{refused} was asked for; a layer of this model gathers what an index chooses, "
             "which is done for growing states in floats alone: leave it out, or use Dense()"
         )
-    return IndexedAttentionState(
-        stored_as(layout, layout.kv), kv_heads, head_dim, index_dim, choice, rotate_by=rotate_by,
-        rotate_index_by=rotate_index_by,
-    )  # fmt: skip
+    return stored_as(layout, layout.kv)
 
 
 def compressed_state(

@@ -1,7 +1,8 @@
-"""The state of attention to a window and to compressed entries of all that is before (DeepSeek-V4)."""
+"""The states of layers with entries that stand for several tokens: compressed keys, and keys of an index."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from lmstate.ops.attention.choose import choose_positions, gather_positions
 from lmstate.ops.types.block_table import Stored
-from lmstate.state.layers.base import Layout
+from lmstate.state.layers.base import LayerState, Layout
 from lmstate.state.layers.composite import CompositeState
 from lmstate.state.layers.delayed import PooledState
 from lmstate.state.layers.slots import SlotState
@@ -42,14 +43,11 @@ class WindowedVectors(SlotState):
 
 
 class Entries(SlotState):
-    """Vectors that stand for several tokens each: keys that are values too, `[R, 1, S, D]`, and keys of an index."""
+    """Vectors `[R, 1, S, D]` that stand for several tokens each: keys that are values too, and keys of an index."""
 
-    kind = "compressed"
-    what = "compressed keys"
-
-    def __init__(self, layout: Layout, width: int, index_width: int = 0):
-        index = {"index": (1, index_width)} if index_width else {}
-        super().__init__(layout, {"entry": (1, width), **index}, None)
+    def __init__(self, layout: Layout, widths: Mapping[str, int], kind: str, what: str):
+        self.kind, self.what = kind, what
+        super().__init__(layout, {name: (1, width) for name, width in widths.items()}, None)
 
 
 class Pooling(NamedTuple):
@@ -61,25 +59,23 @@ class Pooling(NamedTuple):
     index_width: int = 0  # of an entry's key in the index; 0: there is no index
 
 
-class CompressedState(CompositeState):
-    """A window of keys, the raw inputs of entries that are not there yet, and the entries.
+class PoolingState(CompositeState):
+    """A state of each position, the raw inputs of entries that are not there yet, and the entries.
 
     A compressor does not recur here: it reads the inputs of its tokens again, which are kept as far back as the next
     entry and a rewind need them. So an entry is the same numbers however its tokens came, and commits, rewinds, forks
     and snapshots are those of stored positions.
     """
 
-    def __init__(self, layout: Layout, width: int, window: int, pooling: Pooling):
-        """`width`: of keys and entries."""
+    def __init__(self, layout: Layout, keys: LayerState, entries: Entries, pooling: Pooling):
         self.rate, self.overlaps = pooling.rate, pooling.overlaps
-        self.keys = WindowedVectors(layout, "k", width, window)
         self.raw = WindowedVectors(
             layout, "raw", pooling.inputs, self.rate * (1 + self.overlaps), kind="compressor",
             what="inputs of a compressor", dtype=torch.float32,
         )  # fmt: skip
-        self.entries = Entries(layout, width, pooling.index_width)
+        self.entries = entries
         self.pooled = PooledState([self.entries], self.rate)
-        super().__init__([self.keys, self.raw, self.pooled])
+        super().__init__([keys, self.raw, self.pooled])
 
     def inputs(self, step: Step) -> tuple[Tensor, Tensor] | None:
         """The inputs of the entries that a step completes, and where the tokens stand: `[R, W, J, F]`, `[R, W, J]`.
@@ -129,3 +125,34 @@ class CompressedState(CompositeState):
         """Entries `[R, T, k]` for queries `[R, T, Hi, Di]` with weights `[R, T, Hi]`: see `choose_positions`."""
         stored = self.entries.stored("index")
         return choose_positions(q, weights, stored, step.starts_t, step.counts_t, budget, rate=self.rate)
+
+
+class CompressedState(PoolingState):
+    """A window of keys that are values too, and entries of all that lies before it, with an index or without."""
+
+    def __init__(self, layout: Layout, width: int, window: int, pooling: Pooling):
+        """`width`: of keys and entries."""
+        self.keys = WindowedVectors(layout, "k", width, window)
+        index = {"index": pooling.index_width} if pooling.index_width else {}
+        entries = Entries(layout, {"entry": width, **index}, "compressed", "compressed keys")
+        super().__init__(layout, self.keys, entries, pooling)
+
+
+class PooledIndexState(PoolingState):
+    """Keys and values, or latents, of all positions; and one key of an index for each `rate` of them."""
+
+    def __init__(self, layout: Layout, keys: LayerState, pooling: Pooling):
+        self.keys = keys
+        super().__init__(layout, keys, Entries(layout, {"index": pooling.index_width}, "index", "index keys"), pooling)
+
+    def with_rest(self, chosen: Tensor, step: Step) -> Tensor:
+        """Chosen entries `[R, T, k]`, and behind them the one of each query's last tokens, which is not whole yet.
+
+        In ascending order, then -1: `[R, T, k + 1]`.
+        """
+        ends = step.positions + 1
+        rest = (ends // self.rate).masked_fill(ends % self.rate == 0, -1)[..., None]  # [R, T, 1]
+        found = torch.cat([chosen, rest.to(chosen.device)], dim=-1)
+        last = torch.iinfo(found.dtype).max
+        found = found.masked_fill(found < 0, last).sort(dim=-1).values
+        return found.masked_fill(found == last, -1)

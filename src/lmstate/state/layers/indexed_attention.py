@@ -1,7 +1,8 @@
-"""The state of attention to blocks of positions that an index chooses (MiniMax-M3)."""
+"""The states of attention to blocks of positions that an index chooses."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,40 @@ class BlockChoice(NamedTuple):
     local: int  # blocks up to the query's own that are always chosen
 
 
-class IndexedAttentionState(IndexKeys, AttentionState):
+class ChosenBlocksState(AttentionState):
+    """Keys and values of which a step may attend to chosen blocks of `size` positions alone."""
+
+    def __init__(self, layout: Layout, kv_heads: int, head_dim: int, size: int, *, rotate_by: Shift | None):
+        self.size = size
+        super().__init__(layout, kv_heads, head_dim, rotate_by=rotate_by)
+
+    def view(self, step: Step) -> ops.KVView | None:
+        return None  # native bodies of whole layers attend to all positions
+
+    def attend_to(self, make: Callable[[], Tensor], step: Step) -> None:
+        """Have the step attend to blocks int64 `[R, T, J, k]`, see `choose_blocks`."""
+        step.cached((self, "blocks"), make)
+
+    def attend(
+        self,
+        q: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        step: Step,
+        params: ops.AttentionParams,
+        rotation: ops.RopeTables | None = None,
+    ) -> Tensor:
+        chosen: Tensor | None = step.cached((self, "blocks"), lambda: None)
+        if chosen is None or new is None:
+            return super().attend(q, new, step, params, rotation)
+        keys, values = new
+        if rotation is not None:
+            q, keys = ops.rope(q, *rotation), ops.rope(keys, *rotation)
+        k, v, spans = self.stored("k"), self.stored("v"), (step.starts_t, step.counts_t)
+        ops.append(keys, values, k, v, *spans)
+        return attend_blocks(q, k, v, chosen, *spans, params, size=self.size)
+
+
+class IndexedAttentionState(IndexKeys, ChosenBlocksState):
     """Keys, values, and beside them a small key of each position."""
 
     kind = "indexed attention"
@@ -42,7 +76,7 @@ class IndexedAttentionState(IndexKeys, AttentionState):
     ):
         """The arguments are those of `AttentionState`; `rotate_index_by`: of index keys `[K, S, Di]`."""
         self.index_dim, self.choice, self.rotate_index_by = index_dim, choice, rotate_index_by
-        super().__init__(layout, kv_heads, head_dim, rotate_by=rotate_by)
+        super().__init__(layout, kv_heads, head_dim, choice.size, rotate_by=rotate_by)
         self.kind = "indexed attention"
 
     def stored_as(
@@ -51,33 +85,12 @@ class IndexedAttentionState(IndexKeys, AttentionState):
         widths, dtypes = super().stored_as(kv_heads, dims)
         return {**widths, "index": (self.index_dim,)}, dtypes
 
-    def view(self, step: Step) -> ops.KVView | None:
-        return None  # native bodies of whole layers attend to all positions
-
     def choose_blocks(self, q: Tensor, step: Step) -> None:
         """Have the step attend to the best blocks for queries `[R, T, J, Di]`; the keys of its tokens are stored."""
-        step.cached((self, "blocks"), lambda: self._chosen(q, step))
+        self.attend_to(lambda: self._chosen(q, step), step)
 
     def _chosen(self, q: Tensor, step: Step) -> Tensor:
         budget, size, local = self.choice
         return choose_blocks(
             q, self.stored("index"), step.starts_t, step.counts_t, budget=budget, size=size, local=local
         )  # fmt: skip
-
-    def attend(
-        self,
-        q: Tensor,
-        new: tuple[Tensor, Tensor] | None,
-        step: Step,
-        params: ops.AttentionParams,
-        rotation: ops.RopeTables | None = None,
-    ) -> Tensor:
-        chosen: Tensor | None = step.cached((self, "blocks"), lambda: None)
-        if chosen is None or new is None:
-            return super().attend(q, new, step, params, rotation)
-        keys, values = new
-        if rotation is not None:
-            q, keys = ops.rope(q, *rotation), ops.rope(keys, *rotation)
-        k, v, spans = self.stored("k"), self.stored("v"), (step.starts_t, step.counts_t)
-        ops.append(keys, values, k, v, *spans)
-        return attend_blocks(q, k, v, chosen, *spans, params, size=self.choice.size)

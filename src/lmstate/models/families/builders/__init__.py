@@ -71,7 +71,7 @@ from lmstate.models.families.builders.norms import (
     whole_norms,
 )
 from lmstate.models.families.builders.positions import fairseq_sinusoids, sinusoids
-from lmstate.models.families.builders.streams import Streams, hyper_connection, hyper_head
+from lmstate.models.families.builders.streams import Streams, gated_streams, hyper_connection, hyper_head
 
 __all__ = [
     "ACTIVATIONS",
@@ -118,6 +118,7 @@ __all__ = [
     "fused_attention",
     "fused_mlp",
     "gated_norm",
+    "gated_streams",
     "head_norms",
     "head_window",
     "hyper_connection",

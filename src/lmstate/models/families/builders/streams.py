@@ -1,4 +1,4 @@
-"""Wide residual streams under the names that DeepSeek-V4 has for them."""
+"""Wide residual streams under the names that DeepSeek-V4 and Qwen4-Exp have for them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from lmstate.checkpoints.loader import WeightLoader
-from lmstate.models.families.builders.dims import Dims
+from lmstate.models.families.builders.dims import MAX_SIZE, Dims
 from lmstate.models.families.builders.moe import router_weight
 from lmstate.models.families.builders.norms import plain_norm
-from lmstate.models.layers.hyper_connection import HyperConnection, StreamMixer
+from lmstate.models.layers.hyper_connection import GatedStreams, HyperConnection, StreamMixer
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,19 @@ def hyper_connection(w: WeightLoader, prefix: str, shape: Dims, streams: Streams
 def hyper_head(w: WeightLoader, prefix: str, shape: Dims, streams: Streams) -> StreamMixer:
     """The mixer behind the last block: `hc_fn`, `hc_base` and `hc_scale`."""
     return _mixer(w, f"{prefix}.hc_", shape, streams, [streams.count])
+
+
+def gated_streams(w: WeightLoader, prefix: str, shape: Dims, count: int, *, reads_only: bool = False) -> GatedStreams:
+    """Streams mixed by gates, under Qwen4-Exp's names. `reads_only`: nothing is added to them."""
+    width, rank = count * shape.hidden, w.config.int("hc_lowrank", low=1, high=MAX_SIZE, default=320)
+    return GatedStreams(
+        count,
+        plain_norm(w, shape.hidden, shape.eps),
+        w.tensor(f"{prefix}.hc_norm.weight", (width,)).view(count, shape.hidden) + 1.0,
+        w.linear(f"{prefix}.input_mix_weight_down.weight", shape=(rank, width)),
+        w.linear(f"{prefix}.input_mix_weight_up.weight", shape=(width, rank)),
+        None if reads_only else router_weight(w, f"{prefix}.block_inject_weight.weight", count, width),
+    )
 
 
 def _mixer(w: WeightLoader, prefix: str, shape: Dims, streams: Streams, kinds: list[int]) -> StreamMixer:
