@@ -23,16 +23,18 @@ from triton.compiler import ASTSource
 
 from lmstate.ops.cuda import configs
 from lmstate.ops.cuda.device import OPTIONS
-from lmstate.ops.cuda.kernels import attention, dense, recurrent, routing
+from lmstate.ops.cuda.kernels import attention, chosen, dense, recurrent, routing
 
 ARCHITECTURES = (80, 90, 100, 120)
 RESOURCES = Path(__file__).with_name("resources.json")
+LOADS = {"16 bytes": r"ld\.global\.v4\.b32|cp\.async\.\w+\.shared\.global.*, 0x10", "1 or 2": r"ld\.global\.b(?:8|16) "}
+"""Instructions that load so many bytes."""
 USUAL = configs.KernelShape(0, 4)
 """What `device.launch` takes where nothing else is said."""
 F, B, I64 = "*fp32", "*u8", "*i64"
 ATTEND: dict[str, Any] = {
-    "HAS_SOFTCAP": False, "HAS_SINKS": False, "HAS_SLOPES": False, "LATENT": False, "CODES": False, "SPLIT": 512,
-    "HEADS": 32, "GROUP": 4, "ROWS": 16, "D": 128, "DP": 128, "DV": 128, "DVP": 128, "DR": 1, "DRP": 16,
+    "HAS_SOFTCAP": False, "HAS_SINKS": False, "HAS_SLOPES": False, "LATENT": False, "LISTED": False, "BITS": 0,
+    "SPLIT": 512, "HEADS": 32, "GROUP": 4, "ROWS": 16, "D": 128, "DP": 128, "DV": 128, "DVP": 128, "DR": 0, "DRP": 16,
     "ELEMENT": tl.bfloat16, "PRECISION": "tf32",
 }  # fmt: skip
 PRODUCT: dict[str, Any] = {
@@ -45,6 +47,8 @@ TYPES = {
     "append": [F, I64, I64, I64, "i32", "i32"],
     "hadamard": [F, F, "i32"],
     "append_codes": [F, I64, I64, I64, I64, "i32", "i32"],
+    "encode_blocks": [I64, I64, I64, I64, I64, "i32"],
+    "ranks": [F, F, I64, I64, I64, I64, "i32", "i32"],
     "rope": [F, F, F, F, "i32"],
     "product": [F, "*bf16", F, F, F, *["i32"] * 4, "fp32"],
     "product_glu": [F, "*bf16", F, F, *["i32"] * 4],
@@ -73,7 +77,7 @@ DELTA = {
 SSD = {"GROUPS": 1, "HEADS": 24, "P": 64, "SLICE": 32, "N": 128, "NP": 128, "HAS_D": True, "HAS_BIAS": True}
 SCAN = {"N": 16, "NP": 16, "SLICE": 64, "HAS_D": True, "HAS_GATE": True, "SOFTPLUS": True}
 FEW, MANY = configs.attention(4, 128), configs.attention(4096, 128)
-WIDE, CODED = configs.attention(4096, 256), configs.attention(4096, 128, codes=True)
+WIDE, CODED = configs.attention(4096, 256), configs.attention(4096, 128, 8)
 ONE, ROWS = configs.product(1), configs.product(4096)
 HEADS = {name: PRODUCT[name] for name in ("ELEMENT", "ROWS", "OUTPUTS", "STEP", "PRECISION")}
 CHOICE = {
@@ -81,23 +85,44 @@ CHOICE = {
     "GROUPS": 8, "GROUPS_P": 8, "KEPT": 4, "TOP2": True,
 }  # fmt: skip
 PLAIN = {name: value for name, value in PRODUCT.items() if name != "HAS_STREAM"}
+WIDEST = {"D": 256, "DP": 256, "DV": 256, "DVP": 256}
+EXACT = {"ELEMENT": tl.float32, "PRECISION": "ieee"}
 LATENTS = {
     "LATENT": True, "HEADS": 16, "GROUP": 16, "D": 512, "DP": 512, "DV": 512, "DVP": 512, "DR": 64, "DRP": 64,
 }  # fmt: skip
+RANKS = {"HEADS": 64, "ROWS": MANY.rows, "D": 128, "DP": 128, "ELEMENT": tl.bfloat16, "PRECISION": "tf32"}
 Case: TypeAlias = tuple[Any, dict[str, Any]] | tuple[Any, dict[str, Any], configs.KernelShape]
 CASES: dict[str, Case] = {
     "attend": (attention.attend, ATTEND | {"WHOLE": False, "ROWS": FEW.rows}, FEW),
     "attend, prompt": (attention.attend, ATTEND | {"WHOLE": True, "ROWS": MANY.rows, "HAS_SLOPES": True}, MANY),
     "attend, prompt of 256": (
         attention.attend,
-        ATTEND | {"WHOLE": True, "ROWS": WIDE.rows, "D": 256, "DP": 256, "DV": 256, "DVP": 256},
+        ATTEND | WIDEST | {"WHOLE": True, "ROWS": WIDE.rows},
         WIDE,
     ),
     "attend, latents": (attention.attend, ATTEND | LATENTS | {"WHOLE": True, "ROWS": WIDE.rows}, WIDE),
-    "attend, codes": (attention.attend, ATTEND | {"WHOLE": False, "ROWS": FEW.rows, "CODES": True}, FEW),
-    "attend, codes, prompt": (attention.attend, ATTEND | {"WHOLE": True, "ROWS": CODED.rows, "CODES": True}, CODED),
+    "attend, codes": (attention.attend, ATTEND | {"WHOLE": False, "ROWS": FEW.rows, "BITS": 8}, FEW),
+    "attend, codes, prompt": (attention.attend, ATTEND | {"WHOLE": True, "ROWS": CODED.rows, "BITS": 8}, CODED),
+    "attend, 4 bits": (attention.attend, ATTEND | {"WHOLE": False, "ROWS": FEW.rows, "BITS": 4}, FEW),
+    "attend, 4 bits, prompt": (attention.attend, ATTEND | {"WHOLE": True, "ROWS": CODED.rows, "BITS": 4}, CODED),
+    "attend, 2 bits": (attention.attend, ATTEND | {"WHOLE": False, "ROWS": FEW.rows, "BITS": 2}, FEW),
+    "attend, chosen latents": (
+        attention.attend,
+        ATTEND | LATENTS | {"LISTED": True, "WHOLE": False, "ROWS": FEW.rows},
+        WIDE,
+    ),
+    "attend, float32": (attention.attend, ATTEND | WIDEST | EXACT | {"WHOLE": True, "ROWS": WIDE.rows}, WIDE),
+    "attend, float32 latents": (attention.attend, ATTEND | LATENTS | EXACT | {"WHOLE": True, "ROWS": WIDE.rows}, WIDE),
+    "attend, chosen blocks": (
+        attention.attend,
+        ATTEND | {"LISTED": True, "WHOLE": False, "HEADS": 16, "GROUP": 16, "ROWS": FEW.rows},
+        FEW,
+    ),
     "hadamard": (attention.hadamard, {"LINES": 16, "D": 128, "LOG_D": 7}),
-    "append_codes": (attention.append_codes, {"K": 8, "KP": 8, "D": 128, "LOG_D": 7}),
+    "append_codes": (attention.append_codes, {"K": 8, "KP": 8, "D": 128, "LOG_D": 7, "BITS": 8}),
+    "append_codes, 4 bits": (attention.append_codes, {"K": 8, "KP": 8, "D": 128, "LOG_D": 7, "BITS": 4}),
+    "encode_blocks": (attention.encode_blocks, {"K": 8, "D": 128, "BITS": 2, "ELEMENT": tl.bfloat16}),
+    "ranks": (chosen.ranks, RANKS, MANY),
     "merge": (attention.merge, MERGE),
     "append": (attention.append, {"K": 8, "D": 128, "DP": 1024, "ELEMENT": tl.bfloat16}),
     "rope": (attention.rope, {"D": 128, "DP": 128, "HALF": 64, "INTERLEAVED": False}),
@@ -140,15 +165,19 @@ def compile_kernel(
     names = [name for name in kernel.arg_names if name not in constants]
     assert len(names) == len(types), (kernel.fn.__name__, names)
     signature = {**dict(zip(names, types)), **dict.fromkeys(constants, "constexpr")}
-    source = ASTSource(kernel, {name: signature[name] for name in kernel.arg_names}, constants)
+    # As Triton finds at a launch: tensors begin at multiples of 16, and so do the lines of a model's matrices.
+    aligned = [name for name, kind in signature.items() if str(kind)[0] == "*" or name in ("inputs", "outputs")]
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(kernel, {name: signature[name] for name in kernel.arg_names}, constants, attributes)
     options = OPTIONS | {"num_warps": config.warps, "num_stages": config.stages}
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     ptx = made.asm["ptx"]
     units = [unit for unit in ("mma.sync", "wgmma", "tcgen05.mma") if unit in ptx]
     registers, stack = resources(made.asm["cubin"])
+    loads = {name: len(re.findall(pattern, ptx)) for name, pattern in LOADS.items()}
     return {
         "registers": registers, "stack": stack, "shared": made.metadata.shared, "units": units,
-        "contracted": "fma.rn.f32" in ptx,
+        "contracted": "fma.rn.f32" in ptx, "loads": loads,
     }  # fmt: skip
 
 

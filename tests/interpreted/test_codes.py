@@ -1,4 +1,4 @@
-"""Attention over keys and values of 8 bits, in blocks of slabs."""
+"""Attention over keys and values of 8, 4 and 2 bits, in blocks of slabs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lmstate.ops import dispatch
 from lmstate.ops.attention.attend import attend_reference
+from lmstate.ops.attention.attend_quantized import attend_quantized
 from lmstate.ops.cuda import attention
 from lmstate.ops.types import kv_format
 from lmstate.ops.types.params import AttentionParams, CausalMask, QuantizedKV
@@ -94,3 +96,63 @@ def test_codes_and_attention_have_the_same_bits_for_any_cut_and_neighbor() -> No
         q[:, 77:78], None, kv, torch.tensor([77]), torch.tensor([1]), params, mask, torch.bfloat16
     )
     assert torch.equal(one, whole[:, 77:78])
+
+
+WIDE = 64
+"""Numbers of a key whose block has two of its scales and middles in each slot."""
+
+
+def few_bits(bits: int, lengths: list[int], dtype: torch.dtype) -> tuple[QuantizedKV, QuantizedKV]:
+    """Room for so many positions of a head in 4 or 2 bits: blocks of slabs, and rings for the reference."""
+    line, places = WIDE * bits // 8, -(-max(lengths) // kv_format.BLOCK) * kv_format.BLOCK
+    widths = [(line, torch.uint8), (kv_format.block_scales(WIDE), torch.float16)]
+    widths += [(line, torch.uint8), (1, torch.float16)]
+    k, k_scale, v, v_scale = slab_tables(lengths, [BufferShape((1,), width, kind) for width, kind in widths])
+    (tail,) = slab_tables(lengths, [BufferShape((1,), WIDE, dtype)])
+    rings = [torch.zeros(len(lengths), 1, places, width, dtype=kind) for width, kind in [*widths, (WIDE, dtype)]]
+    return QuantizedKV(bits, k, v, k_scale, v_scale, tail), QuantizedKV(bits, *(rings[i] for i in (0, 2, 1, 3, 4)))
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype", "mask"),
+    [
+        (4, torch.float32, CausalMask()),
+        (4, torch.bfloat16, CausalMask(window=65)),
+        (2, torch.bfloat16, CausalMask()),
+        (2, torch.float32, CausalMask(window=65)),
+    ],
+)
+def test_keys_in_codes_of_their_blocks(bits: int, dtype: torch.dtype, mask: CausalMask) -> None:
+    """Ragged and idle rows; blocks that a step makes whole; queries before and behind the end of a block."""
+    own, rings = few_bits(bits, [69, 4, 64], dtype)
+    starts, params = torch.zeros(3, dtype=torch.int64), AttentionParams(WIDE**-0.5, sinks=torch.randn(2))
+    for counts in ([62, 0, 63], [5, 1, 1], [2, 3, 0]):
+        width = max(counts)
+        q, new = torch.randn(3, width, 2, WIDE), tuple(torch.randn(3, width, 1, WIDE) + i for i in (1, 0))
+        poisoned = tuple(each.clone() for each in new)
+        for each in poisoned:
+            for row, count in enumerate(counts):
+                each[row, count:] = torch.nan
+        given = starts, torch.tensor(counts), params, mask
+        y = attention.attend_codes(q, (poisoned[0], poisoned[1]), own, *given, dtype)
+        with dispatch.references():
+            expected = attend_quantized(q, (new[0], new[1]), None, rings, *given, dtype=dtype)
+        for row, count in enumerate(counts):
+            torch.testing.assert_close(y[row, :count], expected[row, :count], rtol=0, atol=2 * max(CLOSE[dtype], 1e-5))
+            assert not y[row, count:].any()
+        starts = starts + torch.tensor(counts)
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_codes_of_blocks_have_the_same_bits_for_any_cut_and_neighbor(bits: int) -> None:
+    length, params, mask, pieces = 130, AttentionParams(0.2), CausalMask(), []
+    k, v, q = (torch.randn(2, length, heads, WIDE) for heads in (1, 1, 2))
+    both, starts, counts = few_bits(bits, [length, 66], torch.bfloat16)[0], torch.zeros(2).long(), [length, 66]
+    whole = attention.attend_codes(q, (k, v), both, starts, torch.tensor(counts), params, mask, torch.bfloat16)
+    kv, first = few_bits(bits, [length], torch.bfloat16)[0], 0
+    for count in (1, 62, 1, 20, 44, 2):
+        some = slice(first, first + count)
+        given = (k[:1, some], v[:1, some]), kv, torch.tensor([first]), torch.tensor([count]), params, mask
+        pieces.append(attention.attend_codes(q[:1, some], *given, torch.bfloat16))
+        first += count
+    assert torch.equal(torch.cat(pieces, 1), whole[:1])

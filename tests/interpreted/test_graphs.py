@@ -69,10 +69,14 @@ def story(model: lmstate.Model, kv: Any = None) -> list[Tensor]:
     return found
 
 
-CODED = pytest.param("llama", lmstate.kv.Quantized(bits=8), id="llama-8 bits")
+CODED = [
+    pytest.param(case, lmstate.kv.Quantized(bits), id=f"{case}-{bits} bits")
+    for case, bits in (("llama", 8), ("gemma", 4))
+]
+MIXED = lmstate.kv.PerLayer({0: lmstate.kv.Dense()}, default=lmstate.kv.Quantized(2))
 
 
-@pytest.mark.parametrize(("case", "kv"), [*SAMPLE, CODED, *MORE])
+@pytest.mark.parametrize(("case", "kv"), [*SAMPLE, *CODED, *MORE])
 def test_replayed_steps_have_the_bits_of_eager_ones(
     case: str, kv: Any, gpu: GraphDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -90,14 +94,15 @@ def test_replayed_steps_have_the_bits_of_eager_ones(
             assert torch.equal(own.nan_to_num(7.0), other.nan_to_num(7.0))
 
 
+@pytest.mark.parametrize(("case", "kv"), [("llama", None), ("gemma", MIXED)], ids=["floats", "2 bits"])
 def test_a_graph_reads_the_blocks_that_a_row_gets_later(
-    gpu: GraphDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    case: str, kv: Any, gpu: GraphDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    model, found = model_of("llama", tmp_path), []
+    model, found = model_of(case, tmp_path), []
     with torch.no_grad():
         for replays in (True, False):
             monkeypatch.setattr("lmstate.models.graphs.fuses", lambda replays=replays: replays)
-            state = model.new_state()
+            state = model.new_state(kv=kv)
             model([IDS[:62]], state, logits="none")
             found.append(torch.cat([model([[token]], state) for token in range(3)]))
     assert len(gpu.recorded) == 1

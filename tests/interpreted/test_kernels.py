@@ -35,7 +35,7 @@ def tables(lengths: Sequence[int], shapes: Sequence[tuple[int, int]], dtype: tor
 
 
 def slab_tables(lengths: Sequence[int], shapes: Sequence[BufferShape]) -> list[SlabTable]:
-    """Tables of rows whose blocks lie in no order; free places hold NaN, or -128 where they are codes."""
+    """Tables of rows whose blocks lie in no order; free places hold NaN, or -128 and 255 where they are codes."""
     slabs = Slabs(shapes, torch.device("cpu"))
     counts = [-(-length // BLOCK_TOKENS) for length in lengths]
     blocks = slabs.take(sum(counts), zeroed=True)
@@ -48,7 +48,7 @@ def slab_tables(lengths: Sequence[int], shapes: Sequence[BufferShape]) -> list[S
     for buffer, (heads, width, dtype) in enumerate(shapes):
         for row in rows:
             for block in row.blocks:
-                block.tensors[buffer].fill_(torch.nan if dtype.is_floating_point else -128)
+                block.tensors[buffer].fill_(torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min or 255)
         made.append(SlabTable(places, buffer, pointers, heads[0], width, torch.empty(0, dtype=dtype)))
     return made
 

@@ -22,7 +22,7 @@ def test_what_runs_on_a_gpu_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "reason", lambda index: "")
     monkeypatch.setattr(device, "shared_bytes", lambda index: 101_376)
     found = {each["op"]: each for each in dispatch.gpu_info()}
-    assert found["attend"]["body"] == "Triton" and found["sample"]["body"] == "reference"
+    assert found["linear"]["body"] == "Triton" and found["sample"]["body"] == "reference"
     assert found["attend_latent"]["body"] == "Triton or reference"
     monkeypatch.setenv("LMSTATE_OPS", "reference")
     assert {each["why"] for each in dispatch.gpu_info()} == {"LMSTATE_OPS=reference"}

@@ -34,6 +34,7 @@ from lmstate.ops.weights.lora import LoraWeight
 from lmstate.state import LayerState, Layout, RecurrentState, Step
 from lmstate.state.kv.policies.storage import Quantized
 from lmstate.state.kv.quantized.attention import QuantizedAttentionState
+from lmstate.state.kv.quantized.blocks import BlockState
 from lmstate.state.layers.attention import AttentionState
 from lmstate.state.layers.block_store import BlockStore
 from lmstate.state.layers.last_input import LastInputState
@@ -44,7 +45,7 @@ from lmstate.state.step import DeviceStep
 
 MOST_ROWS, MOST_WIDTH = 64, 8
 FEWEST_ENTRIES = 8
-STORING: tuple[type, ...] = (AttentionState, QuantizedAttentionState, LatentState)
+STORING: tuple[type, ...] = (AttentionState, QuantizedAttentionState, BlockState, LatentState)
 SCANNING: tuple[type, ...] = (RecurrentState, LastInputState)
 
 log = logging.getLogger(__name__)
@@ -123,7 +124,7 @@ class StepGraphs:
             if key in self._made:
                 graph = self._made[key]
             else:
-                graph = self._recorded(key, tokens, step, leaves, cast(Scans, scans))
+                graph = self._recorded(key, tokens, step, layers, cast(Scans, scans))
             if graph is None:
                 return None
             x = graph.run(tokens, step, leaves, cast(Scans, scans))
@@ -155,11 +156,11 @@ class StepGraphs:
         return not (torch.is_grad_enabled() and any(map(requires_grad, held)))
 
     def _recorded(
-        self, key: Key, tokens: Tensor, step: Step, leaves: Sequence[LayerState], scans: Scans
+        self, key: Key, tokens: Tensor, step: Step, layers: Sequence[LayerState], scans: Scans
     ) -> StepGraph | None:
         try:
-            graph = StepGraph(self._network, key, leaves)
-            graph.fill(tokens, step, leaves, scans)
+            graph = StepGraph(self._network, key, layers)
+            graph.fill(tokens, step, [leaf for layer in layers for leaf in layer.leaves()], scans)
             graph.record()
         except Exception as error:  # Triton has errors of its own; nothing is committed yet
             log.warning("steps of %d rows run eagerly: %s", key.rows, str(error).partition("\n")[0])
@@ -175,7 +176,7 @@ Scans: TypeAlias = list[tuple[Tensor, ...]]
 
 def _is_tracked(leaves: Sequence[LayerState], scans: Scans) -> bool:
     """Whether gradients follow what layers remember."""
-    stores = [leaf for leaf in leaves if isinstance(leaf, SlotState)]
+    stores = stores_of(leaves)
     return any(part.requires_grad for carry in scans for part in carry) or any(
         leaf.stored(name).requires_grad for leaf in stores for name in leaf.buffers
     )
@@ -184,41 +185,40 @@ def _is_tracked(leaves: Sequence[LayerState], scans: Scans) -> bool:
 class StepGraph:
     """One graph: its buffers, and the stand-ins of the layer states that it runs on."""
 
-    def __init__(self, network: GraphedNetwork, key: Key, leaves: Sequence[LayerState]) -> None:
+    def __init__(self, network: GraphedNetwork, key: Key, layers: Sequence[LayerState]) -> None:
         self.network, self.key = network, key
         self._replay: Callable[[], None] | None = None
         device = network.device
-        stores = [leaf for leaf in leaves if isinstance(leaf, SlotState)]
-        count = sum(len(leaf.buffers) for leaf in stores)
+        leaves = [leaf for layer in layers for leaf in layer.leaves()]
+        count = sum(len(leaf.buffers) for leaf in stores_of(leaves))
         self.buffers = StepBuffers(key.rows, key.width, count, key.entries, device)
         layout = Layout(key.rows, device, torch.float32, capacity=1, rewind=0, chunk=key.width, static=True)
-        coded = any(isinstance(leaf, QuantizedAttentionState) for leaf in leaves)
-        layout = replace(layout, kv=Quantized(bits=8)) if coded else layout
-        self.layers = new_layers(network.blocks, [layout] * len(network.blocks))
+        self.layers = new_layers(network.blocks, [_layout_like(layer, layout) for layer in layers])
         own = [leaf for layer in self.layers for leaf in layer.leaves()]
+        for leaf, like in zip(own, leaves, strict=True):
+            if type(leaf) is not type(like):
+                raise RuntimeError(f"layers store {type(leaf).__name__} and {type(like).__name__} side by side")
+            if isinstance(leaf, BlockState):
+                leaf.layout = cast(BlockState, like).layout
         tables = iter(self.buffers.tables)
-        for leaf, given in zip(own, leaves, strict=True):
-            if type(leaf) is not type(given):
-                raise RuntimeError(f"layers store {type(leaf).__name__} and {type(given).__name__} side by side")
-            if isinstance(leaf, SlotState) and isinstance(given, SlotState):
-                leaf.layout, leaf.buffers = given.layout, given.buffers
-                made: dict[str, BlockTable] = {}
-                for name, buffer in given.buffers.items():
-                    heads = buffer.heads[0] if buffer.heads else 1
-                    made[name] = AddressTable(next(tables), heads, buffer.width, buffer.zeros(0))
-                leaf.content = Addressed(made)
+        for store, given in zip(stores_of(own), stores_of(leaves), strict=True):
+            store.layout, store.buffers = given.layout, given.buffers
+            made: dict[str, BlockTable] = {}
+            for name, buffer in given.buffers.items():
+                heads = buffer.heads[0] if buffer.heads else 1
+                made[name] = AddressTable(next(tables), heads, buffer.width, buffer.zeros(0))
+            store.content = Addressed(made)
         self.scanning = [leaf for leaf in own if isinstance(leaf, RecurrentState)]
 
     def fill(self, tokens: Tensor, step: Step, leaves: Sequence[LayerState], scans: Scans) -> None:
         """Send what a step reads: everything but weights."""
         arrays = []
-        for leaf in leaves:
-            if isinstance(leaf, SlotState):
-                for name in leaf.buffers:
-                    table = leaf.stored(name)
-                    assert isinstance(table, SlabTable)
-                    table.prepare_write(step.starts_t, step.counts_t)
-                    arrays.append(table.address_array())
+        for store in stores_of(leaves):
+            for name in store.buffers:
+                table = store.stored(name)
+                assert isinstance(table, SlabTable)
+                table.prepare_write(step.starts_t, step.counts_t)
+                arrays.append(table.address_array())
         # np.asarray: ids of the host, or those of a device, which it waits for.
         self.buffers.send(np.asarray(tokens.cpu()), step.starts, step.counts, arrays)
         into = [part[: step.rows] for leaf in self.scanning for part in leaf.carry]
@@ -261,12 +261,31 @@ class Addressed(BlockStore):
         self.tables, self.views = tables, []
 
 
+def stores_of(leaves: Sequence[LayerState]) -> list[SlotState]:
+    """The parts of layer states that store positions in blocks."""
+    parts: list[LayerState] = []
+    for leaf in leaves:
+        parts += leaf.members if isinstance(leaf, BlockState) else [leaf]
+    return [part for part in parts if isinstance(part, SlotState)]
+
+
+def _layout_like(layer: LayerState, layout: Layout) -> Layout:
+    """A stand-in's layout: one under which it stores what the layer does."""
+    first, *others = layer.leaves()
+    if isinstance(first, BlockState) and not others:
+        return replace(layout, kv=Quantized(first.bits), static=False)
+    coded = any(isinstance(leaf, QuantizedAttentionState) for leaf in (first, *others))
+    return replace(layout, kv=Quantized(bits=8)) if coded else layout
+
+
 def kind(leaf: LayerState) -> Hashable | None:
     """The storage of a layer state, by which graphs are told apart; None where no stand-in of it runs in a graph."""
     if type(leaf) in STORING:
-        assert isinstance(leaf, SlotState)
-        blocks = isinstance(leaf.content, BlockStore) and leaf.content.spec.slabs is not None
-        return (type(leaf), tuple(leaf.buffers.values())) if blocks else None
+        stores = stores_of([leaf])
+        blocks = all(
+            isinstance(each.content, BlockStore) and each.content.spec.slabs is not None for each in stores
+        )  # fmt: skip
+        return (type(leaf), tuple(tuple(each.buffers.values()) for each in stores)) if blocks else None
     return type(leaf) if type(leaf) in (*SCANNING, SharedState) else None
 
 

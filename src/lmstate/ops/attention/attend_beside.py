@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
+from lmstate.ops import dispatch
 from lmstate.ops.attention.attend_latent import attend_latent
 from lmstate.ops.attention.choose import gather_positions
+from lmstate.ops.cuda import attention as cuda
+from lmstate.ops.cuda import chosen as cuda_chosen
 from lmstate.ops.types.block_table import Stored
+from lmstate.ops.types.slab_table import SlabTable
 
 GATHERED = 1 << 23
 """Numbers that are put side by side at a time."""
@@ -37,6 +43,10 @@ def attend_beside(
 
     They are put side by side, the positions first, so that what is read and computed follows their number.
     """
+    gpu = q.dtype == torch.float32 and keys.dtype == entries.dtype and dispatch.gpu(q, keys, entries, sinks)
+    if gpu and cuda.can_read_latents(keys, entries):
+        slabs = cast(SlabTable, keys), cast(SlabTable, entries)
+        return cuda_chosen.attend_beside(q, *slabs, chosen, starts, counts, window, scale, sinks)
     rows, width, heads, dim = q.shape
     device = chosen.device
     window = min(window, max([1, *(starts + counts).tolist()]))  # no memory for what no row has

@@ -6,15 +6,20 @@ one is.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
 from lmstate.ops.attention.attend import attend
 from lmstate.ops.attention.choose import GATHERED, SCORES, gather_positions
+from lmstate.ops.cuda import attention as cuda
+from lmstate.ops.cuda import chosen as cuda_chosen
 from lmstate.ops.dense.linear import linear
 from lmstate.ops.types.block_table import Stored, dense
 from lmstate.ops.types.params import AttentionParams
+from lmstate.ops.types.slab_table import SlabTable
 from lmstate.ops.weights.grouped import FloatWeight
 
 
@@ -94,6 +99,9 @@ def attend_blocks(
 
     They are put side by side, so that what is read and computed follows their number.
     """
+    if q.dtype == torch.float32 and dispatch.gpu(q, k, v) and cuda.can_read(k, v) and params.plain:
+        held = cast(SlabTable, k), cast(SlabTable, v)
+        return cuda_chosen.attend_blocks(q, *held, chosen, starts, counts, params, size)
     rows, width, heads, dim = q.shape
     groups, device = chosen.shape[2], chosen.device
     each = heads // groups

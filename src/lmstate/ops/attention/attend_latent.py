@@ -75,10 +75,10 @@ def attend_latent(
                 )
             )
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
-    on_gpu = columns is None and sinks is None and dispatch.gpu(q_latent, q_rope, latent, rope_key)
+    on_gpu = columns is None and dispatch.gpu(q_latent, q_rope, latent, rope_key, sinks)
     if on_gpu and cuda.can_read_latents(latent, rope_key):
         slabs, rope_slabs = cast(SlabTable, latent), cast(SlabTable, rope_key)
-        return cuda.attend_latent(q_latent, q_rope, slabs, rope_slabs, starts, counts, scale, window)
+        return cuda.attend_latent(q_latent, q_rope, slabs, rope_slabs, starts, counts, scale, window, sinks)
     if columns is not None:
         assert isinstance(latent, Tensor) and isinstance(rope_key, Tensor)
         q, k = torch.cat([q_latent, q_rope], dim=-1), torch.cat([latent, rope_key], dim=-1)[:, None]

@@ -62,7 +62,8 @@ def attend_quantized(
     if rotation is not None:
         q = rope(q, *rotation)
         new = None if new is None else (rope(new[0], *rotation), new[1])
-    if columns is None and dispatch.gpu(q, *(new or ()), kv.k, params.sinks) and cuda.can_read_codes(kv, q):
+    known = columns is None and params.biases is None
+    if known and dispatch.gpu(q, *(new or ()), kv.k, params.sinks) and cuda.can_read_codes(kv, q):
         return cuda.attend_codes(q, new, kv, starts, counts, params, mask, dtype)
     if new is not None:
         if body is not None:

@@ -8,12 +8,17 @@ number of stored positions would depend on where the text was cut.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
 from lmstate.ops.attention.attend_latent import attend_latent
+from lmstate.ops.cuda import attention as cuda
+from lmstate.ops.cuda import chosen as cuda_chosen
 from lmstate.ops.types.block_table import Stored, dense
+from lmstate.ops.types.slab_table import SlabTable
 
 SCORES = 1 << 24
 """Scores that exist at a time."""
@@ -35,17 +40,21 @@ def choose_positions(
     rate                            tokens per key: a query sees the keys whose tokens all
                                     are before it, or are its own
 
-    Natively a score is summed in one order, so that a choice is the same however the text is cut.
+    Natively, and on a GPU, a score is summed in one order, so that a choice is the same however the text is cut.
     """
     budget = min(budget, keys.shape[2])
     tokens = max(1, SCORES // max(q.shape[0] * keys.shape[2], 1))
     body = dispatch.native(q, weights, keys)
     native = body.choosing if body is not None and body.choosing.can_choose(q, keys, weights) else None
+    on_gpu = native is None and q.dtype == torch.float32 and dispatch.gpu(q, weights, keys) and cuda.can_read(keys)
     parts = []
     for first in range(0, max(q.shape[1], 1), tokens):
         some, offsets = slice(first, first + tokens), (starts + first, (counts - first).clamp(0, tokens))
         if native is not None:
             parts.append(native.choose(q[:, some], weights[:, some], keys, *offsets, budget, rate))
+        elif on_gpu:
+            given = q[:, some], weights[:, some], cast(SlabTable, keys), *offsets
+            parts.append(cuda_chosen.choose_positions(*given, budget, rate))
         else:
             parts.append(choose_positions_reference(q[:, some], weights[:, some], keys, *offsets, budget, rate))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -99,6 +108,10 @@ def attend_chosen(
 
     They are put side by side, so that what is read and computed follows their number.
     """
+    gpu = q_latent.dtype == torch.float32 and dispatch.gpu(q_latent, q_rope, latent, rope_key, sinks)
+    if gpu and cuda.can_read_latents(latent, rope_key):
+        held = cast(SlabTable, latent), cast(SlabTable, rope_key)
+        return cuda_chosen.attend_chosen(q_latent, q_rope, *held, chosen, scale, sinks)
     if dispatch.native(q_latent, q_rope, latent, rope_key) is None:
         latent, rope_key = dense(latent), dense(rope_key)
     rows, width, heads, _ = q_latent.shape

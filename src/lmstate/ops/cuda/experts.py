@@ -42,7 +42,8 @@ class ExpertTable:
         }  # fmt: skip
         biases = [bias for each in experts for bias in (each.up_bias, each.down_bias) if bias is not None]
         readable = all(bias.dtype == torch.float32 and bias.is_contiguous() for bias in biases)
-        known = dense.can_multiply(first.up) and dense.can_multiply(first.down) and first.act in dense.GATES
+        aligned = all(weight.storage.data_ptr() % 16 == 0 for each in experts for weight in (each.up, each.down))
+        known = aligned and dense.can_multiply(first.up) and dense.can_multiply(first.down) and first.act in dense.GATES
         return known and readable and len(alike) == 1
 
 

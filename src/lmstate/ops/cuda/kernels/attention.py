@@ -3,13 +3,15 @@
 Keys are read in tiles of 64 at absolute positions. The softmax is summed over parts of `SPLIT` absolute positions that
 are merged in order. A tile or a part that a query does not see changes no bit, and the rows of a tile of queries do not
 meet. So the result for a query does not depend on its tile, on the number of new tokens, or on how many programs share
-a row.
+a row. Of a list of vectors the places in the list are positions.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from lmstate.ops.cuda.kernels.functions import pointer
 
 TILE = tl.constexpr(64)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -22,73 +24,125 @@ def _rotated(x, x_other, cos, sin, first):
 
 
 @triton.jit
-def _numbers(stored, CODES: tl.constexpr, ELEMENT: tl.constexpr):
-    """Codes as the matrix unit multiplies them, each of them exactly; floats as they are."""
-    if CODES:
-        return stored.to(tl.float32).to(ELEMENT)
-    else:
-        return stored
+def _fields(packed, LINES: tl.constexpr, BYTES: tl.constexpr, BITS: tl.constexpr):
+    """The numbers of the format (`kv_format`) in lines of bytes [LINES, BYTES], float32 [LINES, BYTES * 8 / BITS]."""
+    FIELDS: tl.constexpr = 8 // BITS
+    MOST: tl.constexpr = ((1 << BITS) - 1) / 2
+    shift = (tl.arange(0, FIELDS) * BITS).to(tl.uint8)
+    number = (packed[:, None, :] >> shift[None, :, None]) & ((1 << BITS) - 1)
+    return tl.reshape(number.to(tl.float32) - MOST, [LINES, FIELDS * BYTES])
+
+
+@triton.jit
+def _block_keys(codes, scales, head, heads, held, BITS: tl.constexpr, D: tl.constexpr, ELEMENT: tl.constexpr):
+    """Keys of a whole block as ELEMENT [D, 64], whose channels have a scale and a middle each."""
+    CHANNEL: tl.constexpr = TILE * BITS // 8  # bytes
+    LINE: tl.constexpr = D * BITS // 8  # bytes of a slot
+    NUMBERS: tl.constexpr = (2 * D + TILE - 1) // TILE  # of float16 in a slot
+    d = tl.arange(0, D)
+    at = d[:, None] * CHANNEL + tl.arange(0, CHANNEL)[None, :]
+    at = at // LINE * (heads * LINE) + head * LINE + at % LINE
+    numbers = _fields(tl.load(codes + at, mask=held, other=0), D, CHANNEL, BITS)
+    block = scales + head * NUMBERS
+    scale = tl.load(block + d // NUMBERS * (heads * NUMBERS) + d % NUMBERS, mask=held, other=0.0)
+    e = d + D
+    middle = tl.load(block + e // NUMBERS * (heads * NUMBERS) + e % NUMBERS, mask=held, other=0.0)
+    return (numbers * scale.to(tl.float32)[:, None] + middle.to(tl.float32)[:, None]).to(ELEMENT)
 
 
 @triton.jit
 def _scales(table, row, entries, tile, offsets, heads, head, stored):
     """The scales [64] of a head's codes in a block [64, heads] of float16."""
-    block = tl.multiple_of(tl.load(table + row * entries + tile), 16).to(tl.pointer_type(tl.float16))
+    block = pointer(tl.load(table + row * entries + tile), tl.float16)
     return tl.load(block + offsets * heads + head, mask=stored, other=0.0).to(tl.float32)
 
 
 @triton.jit
+def _listed(table, row, entries, position, end, WIDTH: tl.constexpr, ELEMENT: tl.constexpr):
+    """Places of a list that have a vector of WIDTH numbers, bool [64], and pointers to the vectors [64, 1]."""
+    address = tl.load(table + row * entries + position, mask=position < end, other=0)
+    if WIDTH * ELEMENT.primitive_bitwidth % 128 == 0:
+        vector = pointer(address, ELEMENT)
+    else:
+        vector = address.to(tl.pointer_type(ELEMENT))
+    return address != 0, vector[:, None]
+
+
+@triton.jit
 def _part(
-    q, q_rope, own, valid, begin, end, keys, values, rope_keys, key_scales, value_scales, entries, row, head,
-    key_stride, value_stride, slope, scale, softcap, window, chunk,
-    HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, LATENT: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, DR: tl.constexpr, DRP: tl.constexpr,
-    ELEMENT: tl.constexpr, PRECISION: tl.constexpr,
+    q, q_rope, own, valid, begin, end, keys, values, beside, key_scales, value_scales, entries, row, head, heads, first,
+    slope, scale, softcap, window, chunk,
+    HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, LATENT: tl.constexpr, LISTED: tl.constexpr, BITS: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, DR: tl.constexpr,
+    DRP: tl.constexpr, ELEMENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Maximum [ROWS], sum [ROWS] and weighted values [ROWS, DVP] of the positions begin..end, in tiles of 64.
 
-    LATENT: values are the keys, latents that all heads share, and rope keys of DR features add to the scores. CODES:
-    keys and values are int8, and a scale float16 for each position and head multiplies scores and weights.
+    The other arguments are those of `attend`; first: the position of the first query.
     """
-    STORED: tl.constexpr = tl.int8 if CODES else ELEMENT
-    heads = key_stride // D
+    STORED: tl.constexpr = ELEMENT if BITS == 0 else (tl.int8 if BITS == 8 else tl.uint8)
+    CODED: tl.constexpr = (BITS > 0) and (BITS < 8)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DVP], tl.float32)
     offsets = tl.arange(0, TILE)
     d = tl.arange(0, DP)
     dv = tl.arange(0, DVP)
+    r = tl.arange(0, DRP)
     ones = tl.full([TILE, 16], 1.0, tl.float32).to(ELEMENT)
     for tile in range(begin // TILE, (end + TILE - 1) // TILE):
         position = tile * TILE + offsets
-        k_address = tl.load(keys + row * entries + tile)
-        k_block = tl.multiple_of(k_address, 16).to(tl.pointer_type(STORED))
-        stored = (position < end) & (k_address != 0)
-        k = tl.load(
-            k_block + offsets[:, None] * key_stride + head * D + d[None, :],
-            mask=stored[:, None] & (d < D)[None, :], other=0,
-        )  # fmt: skip
-        k = _numbers(k, CODES, ELEMENT)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if CODES:
-            scores = scores * _scales(key_scales, row, entries, tile, offsets, heads, head, stored)[None, :]
+        if LISTED:
+            stored, k_block = _listed(keys, row, entries, position, end, D, ELEMENT)
+            k_at = k_block + d[None, :]
+        else:
+            k_address = tl.load(keys + row * entries + tile)
+            k_block = pointer(k_address, STORED)
+            stored = (position < end) & (k_address != 0)
+            k_at = k_block + head * D + offsets[:, None] * (heads * D) + d[None, :]
+        if CODED:
+            block = pointer(tl.load(key_scales + row * entries + tile), tl.float16)
+            k = _block_keys(k_block, block, head, heads, k_address != 0, BITS, D, ELEMENT)
+            scores = tl.dot(q, k, input_precision=PRECISION)
+            if (tile + 1) * TILE > first:  # a query sees floats of the keys in its own block
+                newest = tl.load(beside + row * entries + tile)
+                held = (stored & (newest != 0))[:, None] & (d < D)[None, :]
+                at = pointer(newest, ELEMENT) + head * D + offsets[:, None] * (heads * D) + d[None, :]
+                exact = tl.dot(q, tl.trans(tl.load(at, mask=held, other=0.0)), input_precision=PRECISION)
+                scores = tl.where((own // TILE == tile)[:, None], exact, scores)
+        else:
+            k = tl.load(k_at, mask=stored[:, None] & (d < D)[None, :], other=0)
+            if BITS == 8:
+                k = k.to(tl.float32).to(ELEMENT)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            if BITS == 8:
+                scores = scores * _scales(key_scales, row, entries, tile, offsets, heads, head, stored)[None, :]
+        if DR > 0:
+            if LISTED:
+                _, r_block = _listed(beside, row, entries, position, end, DR, ELEMENT)
+                r_at = r_block + r[None, :]
+            else:
+                r_at = pointer(tl.load(beside + row * entries + tile), ELEMENT) + offsets[:, None] * DR + r[None, :]
+            rope_key = tl.load(r_at, mask=stored[:, None] & (r < DR)[None, :], other=0.0)
+            scores = tl.dot(q_rope, tl.trans(rope_key), scores, input_precision=PRECISION)
         if LATENT:
             v = k
-            r = tl.arange(0, DRP)
-            r_address = tl.load(rope_keys + row * entries + tile)
-            r_block = tl.multiple_of(r_address, 16).to(tl.pointer_type(ELEMENT))
-            rope_key = tl.load(
-                r_block + offsets[:, None] * DR + r[None, :], mask=stored[:, None] & (r < DR)[None, :], other=0.0
-            )
-            scores = tl.dot(q_rope, tl.trans(rope_key), scores, input_precision=PRECISION)
         else:
-            v_address = tl.load(values + row * entries + tile)
-            v_block = tl.multiple_of(v_address, 16).to(tl.pointer_type(STORED))
-            v = tl.load(
-                v_block + offsets[:, None] * value_stride + head * DV + dv[None, :],
-                mask=stored[:, None] & (dv < DV)[None, :], other=0,
-            )  # fmt: skip
-            v = _numbers(v, CODES, ELEMENT)
+            inside = stored[:, None] & (dv < DV)[None, :]
+            if LISTED:
+                _, v_block = _listed(values, row, entries, position, end, DV, ELEMENT)
+                v = tl.load(v_block + dv[None, :], mask=inside, other=0)
+            else:
+                v_block = pointer(tl.load(values + row * entries + tile), STORED)
+                if CODED:
+                    LINE: tl.constexpr = DV * BITS // 8
+                    at = head * LINE + offsets[:, None] * (heads * LINE) + tl.arange(0, LINE)[None, :]
+                    v = _fields(tl.load(v_block + at, mask=stored[:, None], other=0), TILE, LINE, BITS).to(ELEMENT)
+                else:
+                    v_at = v_block + head * DV + offsets[:, None] * (heads * DV) + dv[None, :]
+                    v = tl.load(v_at, mask=inside, other=0)
+                    if BITS == 8:
+                        v = v.to(tl.float32).to(ELEMENT)
         scores = scores * scale
         if HAS_SOFTCAP:
             scaled = scores / softcap
@@ -108,7 +162,7 @@ def _part(
         kept = tl.exp2(top - finite)
         # The matrix unit sums in one order whatever the tile of queries; every column is the same sum.
         summed = tl.max(tl.dot(weights, ones, input_precision=PRECISION), 1)
-        if CODES:
+        if BITS > 0:
             spread = _scales(value_scales, row, entries, tile, offsets, heads, head, stored)
             weights = (raised * spread[None, :]).to(ELEMENT)
         total = total * kept + summed
@@ -140,18 +194,20 @@ def _finished(top, total, acc, sinks, heads, HAS_SINKS: tl.constexpr):
 
 @triton.jit
 def attend(
-    q, q_rope, keys, values, rope_keys, key_scales, value_scales, out, part_top, part_total, part_acc, starts, counts,
+    q, q_rope, keys, values, beside, key_scales, value_scales, out, part_top, part_total, part_acc, starts, counts,
     sinks, slopes, entries, width, parts, scale, softcap, window, chunk,
     HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr, LATENT: tl.constexpr,
-    CODES: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, DR: tl.constexpr,
-    DRP: tl.constexpr, ELEMENT: tl.constexpr, PRECISION: tl.constexpr,
+    LISTED: tl.constexpr, BITS: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr, HEADS: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    DR: tl.constexpr, DRP: tl.constexpr, ELEMENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one row and kv head. Grid: (rows * kv heads, tiles of queries, parts or 1).
 
     q: float32 [R, T, H, D]. keys, values: int64 [R, entries], addresses of blocks [64, K, D], 0 where none is held.
-    LATENT: keys are latents, values too, and q_rope: float32 [R, T, H, DR] meets rope_keys. CODES: blocks are int8, and
-    key_scales and value_scales are addresses of blocks [64, K] of float16.
+    LATENT: keys are values too. DR > 0: q_rope float32 [R, T, H, DR] meets the rope keys in blocks `beside`. LISTED:
+    addresses are those of vectors, and a row has one token and one head of keys. BITS > 0: keys and values are codes of
+    `kv_format`. key_scales and value_scales are addresses of blocks of float16: of 8 bits [64, K], and of fewer those
+    of a block of keys. Then blocks `beside` have the newest keys as floats.
     out: float32 [R, T, H, DV]. WHOLE: all parts are merged here; else a program computes one part into part_top and
     part_total [R, K, tiles, parts, ROWS] and part_acc [R, K, tiles, parts, ROWS, DV], which `merge` reads.
     """
@@ -177,7 +233,7 @@ def attend(
     if HAS_SLOPES:
         slope = tl.load(slopes + query_head)
     turned = queries
-    if LATENT:
+    if DR > 0:
         r = tl.arange(0, DRP)
         r_at = q_rope + ((row * width + token[:, None]) * HEADS + query_head[:, None]) * DR + r[None, :]
         turned = tl.load(r_at, mask=valid[:, None] & (r < DR)[None, :], other=0.0).to(ELEMENT)
@@ -188,9 +244,9 @@ def attend(
         for part in range(low // SPLIT, (end + SPLIT - 1) // SPLIT):
             more_top, more_total, more_acc = _part(
                 queries, turned, own, valid, tl.maximum(part * SPLIT, low), tl.minimum((part + 1) * SPLIT, end),
-                keys, values, rope_keys, key_scales, value_scales, entries, row, head, KV_HEADS * D, KV_HEADS * DV,
-                slope, scale, softcap, window, chunk, HAS_SOFTCAP, HAS_SLOPES, LATENT, CODES, ROWS, D, DP, DV, DVP, DR,
-                DRP, ELEMENT, PRECISION,
+                keys, values, beside, key_scales, value_scales, entries, row, head, KV_HEADS, first, slope, scale,
+                softcap, window, chunk, HAS_SOFTCAP, HAS_SLOPES, LATENT, LISTED, BITS, ROWS, D, DP, DV, DVP, DR, DRP,
+                ELEMENT, PRECISION,
             )  # fmt: skip
             top, total, acc = _merged(top, total, acc, more_top, more_total, more_acc)
         y = _finished(top, total, acc, sinks, query_head, HAS_SINKS)
@@ -200,9 +256,9 @@ def attend(
         part = tl.program_id(2)
         top, total, acc = _part(
             queries, turned, own, valid, tl.maximum(part * SPLIT, low), tl.minimum((part + 1) * SPLIT, end),
-            keys, values, rope_keys, key_scales, value_scales, entries, row, head, KV_HEADS * D, KV_HEADS * DV, slope,
-            scale, softcap, window, chunk, HAS_SOFTCAP, HAS_SLOPES, LATENT, CODES, ROWS, D, DP, DV, DVP, DR, DRP,
-            ELEMENT, PRECISION,
+            keys, values, beside, key_scales, value_scales, entries, row, head, KV_HEADS, first, slope, scale, softcap,
+            window, chunk, HAS_SOFTCAP, HAS_SLOPES, LATENT, LISTED, BITS, ROWS, D, DP, DV, DVP, DR, DRP, ELEMENT,
+            PRECISION,
         )  # fmt: skip
         place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * parts + part
         line = tl.arange(0, ROWS)
@@ -253,7 +309,7 @@ def append(new, table, starts, counts, entries, width, K: tl.constexpr, D: tl.co
     if token < tl.load(counts + row):
         position = tl.load(starts + row) + token
         address = tl.load(table + row * entries + position // TILE)
-        block = tl.multiple_of(address, 16).to(tl.pointer_type(ELEMENT))
+        block = pointer(address, ELEMENT)
         d = tl.arange(0, DP)
         inside = d < K * D
         values = tl.load(new + (row * width + token) * K * D + d, mask=inside)
@@ -305,15 +361,41 @@ def hadamard(x, out, lines, LINES: tl.constexpr, D: tl.constexpr, LOG_D: tl.cons
 
 
 @triton.jit
+def _rounded(x):
+    """The nearest integers, even ones from halfway: a float32 of this size has no bits behind the point."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _coded(x, N: tl.constexpr, BITS: tl.constexpr):
+    """Lines x [LINES, N] in few bits: codes, int8 or bytes [LINES, N * BITS / 8], and scales float16 [LINES]."""
+    MOST: tl.constexpr = 127.0 if BITS == 8 else ((1 << BITS) - 1) / 2
+    scale = tl.max(tl.abs(x), 1) / MOST
+    if BITS == 2:
+        scale = tl.minimum(scale, tl.sqrt(tl.sum(x * x, 1) / N))
+    scale = tl.minimum(scale, 65504.0).to(tl.float16)
+    x = x / tl.where(scale == 0, 1.0, scale.to(tl.float32))[:, None]
+    if BITS == 8:
+        return tl.minimum(tl.maximum(_rounded(x), -127.0), 127.0).to(tl.int8), scale
+    else:
+        FIELDS: tl.constexpr = 8 // BITS
+        number = tl.minimum(tl.maximum(_rounded(x + MOST), 0.0), 2 * MOST).to(tl.int32)
+        field = tl.reshape(number, [x.shape[0], FIELDS, N // FIELDS])
+        field = field << (tl.arange(0, FIELDS) * BITS)[None, :, None]
+        return tl.sum(field, 1).to(tl.uint8), scale
+
+
+@triton.jit
 def append_codes(
     new, codes, scales, starts, counts, entries, width,
-    K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, LOG_D: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, LOG_D: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Store a new token of a row as int8 codes of its Hadamard transform, and their scales. Grid: (rows, T).
+    """Store a new token of a row as codes of its Hadamard transform, and their scales. Grid: (rows, T).
 
-    new: float32 [R, T, K, D]; codes, scales: addresses int64 [R, entries] of blocks [64, K, D] of int8 and [64, K] of
-    float16.
+    new: float32 [R, T, K, D]; codes, scales: addresses int64 [R, entries] of blocks [64, K, D * BITS / 8] of bytes and
+    [64, K] of float16.
     """
+    LINE: tl.constexpr = D * BITS // 8
     row = tl.program_id(0)
     token = tl.program_id(1)
     if token < tl.load(counts + row):
@@ -321,16 +403,46 @@ def append_codes(
         entry = row * entries + position // TILE
         head = tl.arange(0, KP)
         d = tl.arange(0, D)
+        i = tl.arange(0, LINE)
         inside = (head < K)[:, None]
         x = tl.load(new + ((row * width + token) * K + head[:, None]) * D + d[None, :], mask=inside, other=0.0)
-        x = _hadamard(x, KP, D, LOG_D)
-        scale = tl.minimum(tl.max(tl.abs(x), 1) / 127.0, 65504.0).to(tl.float16)
-        divisor = tl.where(scale == 0, 1.0, scale.to(tl.float32))
-        # A number of this size has no bits behind the point: to add it rounds to the nearest even integer.
-        rounded = (x / divisor[:, None] + 12582912.0) - 12582912.0
-        rounded = tl.minimum(tl.maximum(rounded, -127.0), 127.0)
-        block = tl.multiple_of(tl.load(codes + entry), 16).to(tl.pointer_type(tl.int8))
-        at = ((position % TILE) * K + head[:, None]) * D + d[None, :]
-        tl.store(block + at, rounded.to(tl.int8), mask=inside)
-        scale_block = tl.multiple_of(tl.load(scales + entry), 16).to(tl.pointer_type(tl.float16))
+        numbers, scale = _coded(_hadamard(x, KP, D, LOG_D), D, BITS)
+        block = pointer(tl.load(codes + entry), tl.int8 if BITS == 8 else tl.uint8)
+        tl.store(block + ((position % TILE) * K + head[:, None]) * LINE + i[None, :], numbers, mask=inside)
+        scale_block = pointer(tl.load(scales + entry), tl.float16)
         tl.store(scale_block + (position % TILE) * K + head, scale, mask=head < K)
+
+
+@triton.jit
+def encode_blocks(
+    floats, codes, scales, starts, counts, entries,
+    K: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, ELEMENT: tl.constexpr,
+):  # fmt: skip
+    """Codes of a head's keys in a block that a step makes whole. Grid: (rows, blocks, K).
+
+    floats, codes, scales: addresses int64 [R, entries] of blocks [64, K, D] of ELEMENT, transformed; [64, K, D * BITS /
+    8] of bytes; and [64, K, n] of float16, for scales and middles of channels.
+    """
+    CHANNEL: tl.constexpr = TILE * BITS // 8
+    LINE: tl.constexpr = D * BITS // 8
+    NUMBERS: tl.constexpr = (2 * D + TILE - 1) // TILE
+    row = tl.program_id(0)
+    head = tl.program_id(2)
+    start = tl.load(starts + row)
+    block = start // TILE + tl.program_id(1)
+    if (block + 1) * TILE <= start + tl.load(counts + row):
+        entry = row * entries + block
+        d = tl.arange(0, D)
+        p = tl.arange(0, TILE)
+        at = pointer(tl.load(floats + entry), ELEMENT)
+        x = tl.load(at + (p[None, :] * K + head) * D + d[:, None]).to(tl.float32)
+        middle = (tl.min(x, 1) + tl.max(x, 1)) * 0.5
+        middle = tl.minimum(tl.maximum(middle, -65504.0), 65504.0).to(tl.float16)
+        numbers, scale = _coded(x - middle.to(tl.float32)[:, None], TILE, BITS)
+        to = d[:, None] * CHANNEL + tl.arange(0, CHANNEL)[None, :]
+        into = pointer(tl.load(codes + entry), tl.uint8)
+        tl.store(into + to // LINE * (K * LINE) + head * LINE + to % LINE, numbers)
+        beside = pointer(tl.load(scales + entry), tl.float16) + head * NUMBERS
+        e = d + D
+        tl.store(beside + d // NUMBERS * (K * NUMBERS) + d % NUMBERS, scale)
+        tl.store(beside + e // NUMBERS * (K * NUMBERS) + e % NUMBERS, middle)

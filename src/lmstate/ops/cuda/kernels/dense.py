@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lmstate.ops.cuda.kernels.functions import gated
+from lmstate.ops.cuda.kernels.functions import gated, pointer
 
 
 @triton.jit
@@ -18,28 +18,37 @@ def _inputs(x, row, k, valid, inside, K, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def _matrix(weight, n, k, mask, inputs, groups, KIND: tl.constexpr, ELEMENT: tl.constexpr):
-    """A tile [inputs, outputs] of a weight in ELEMENT, zero outside of the mask."""
-    if KIND == "float":
-        w = tl.load(weight + n[None, :].to(tl.int64) * inputs + k[:, None], mask=mask, other=0.0)
-    else:
-        size: tl.constexpr = 320 if KIND == "int4" else 544
-        quants: tl.constexpr = 256 if KIND == "int4" else 512
-        block = (n[None, :].to(tl.int64) // 16 * groups + (k // 32)[:, None]) * size
-        lane = n[None, :] % 16
-        i = (k % 32)[:, None]
-        if KIND == "int4":
-            byte = tl.load(weight + block + i // 8 * 64 + lane * 4 + i % 4, mask=mask, other=0)
-            number = ((byte >> (i % 8 // 4 * 4).to(tl.uint8)) & 15).to(tl.float32)
-        else:
-            byte = tl.load(weight + block + i // 4 * 64 + lane * 4 + i % 4, mask=mask, other=0)
-            number = byte.to(tl.float32) - 128.0
-        at = (weight + block + quants).to(tl.pointer_type(tl.float16)) + lane
-        number = number * tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        if KIND == "int4":
-            number = number + tl.load(at + 16, mask=mask, other=0.0).to(tl.float32)
-        w = number.to(ELEMENT)
-    return w
+def _unpacked(
+    weight, n, real, first, inputs, groups,
+    KIND: tl.constexpr, ELEMENT: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """The inputs from `first` on of outputs n of a packed weight, [STEP, OUTPUTS] in ELEMENT, zero behind its end.
+
+    A word of 32 bits has eight inputs of an output, or of int8 four.
+    """
+    FIELDS: tl.constexpr = 8 if KIND == "int4" else 4
+    WORDS: tl.constexpr = 32 // FIELDS  # of a group and output
+    SIZE: tl.constexpr = 320 if KIND == "int4" else 544  # bytes of a group of 16 outputs
+    begin = n.to(tl.int64) // 16 * groups
+    word = tl.arange(0, STEP // FIELDS)
+    at = begin[None, :] + (first // 32 + word // WORDS)[:, None]
+    at = weight.to(tl.pointer_type(tl.int32)) + at * (SIZE // 4) + (word % WORDS * 16)[:, None] + (n % 16)[None, :]
+    inside = (first + word * FIELDS < inputs)[:, None] & real[None, :]
+    field = tl.arange(0, FIELDS)
+    shift = field % 4 * 8 + field // 4 * 4
+    packed = tl.load(at, mask=inside, other=0)[:, None, :] >> shift[None, :, None]
+    number = (packed & (15 if KIND == "int4" else 255)).to(tl.float32)
+    number = tl.reshape(number, [STEP // 32, 32, OUTPUTS])
+    group = first // 32 + tl.arange(0, STEP // 32)
+    at = weight.to(tl.pointer_type(tl.float16)) + (begin[None, :] + group[:, None]) * (SIZE // 2)
+    at = at + WORDS * 32 + (n % 16)[None, :]
+    inside = (group * 32 < inputs)[:, None] & real[None, :]
+    if KIND == "int8":
+        number = number - 128.0
+    number = number * tl.load(at, mask=inside, other=0.0).to(tl.float32)[:, None, :]
+    if KIND == "int4":
+        number = number + tl.load(at + 16, mask=inside, other=0.0).to(tl.float32)[:, None, :]
+    return tl.reshape(number.to(ELEMENT), [STEP, OUTPUTS])
 
 
 @triton.jit
@@ -54,7 +63,11 @@ def _summed(
         k = first + tl.arange(0, STEP)
         inside = k < inputs
         a = _inputs(x, row, k, valid, inside, inputs, ELEMENT)
-        w = _matrix(weight, n, k, inside[:, None] & real[None, :], inputs, groups, KIND, ELEMENT)
+        if KIND == "float":
+            at = weight + n[None, :].to(tl.int64) * inputs + k[:, None]
+            w = tl.load(at, mask=inside[:, None] & real[None, :], other=0.0)
+        else:
+            w = _unpacked(weight, n, real, first, inputs, groups, KIND, ELEMENT, OUTPUTS, STEP)
         acc = tl.dot(a, w, acc, input_precision=PRECISION)
     return acc
 
@@ -161,11 +174,11 @@ def expert_product(
         route = tl.load(order + place, mask=valid, other=0)
         n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
         real = n < outputs
-        address = tl.multiple_of(tl.load(weights + expert), 16)
+        address = tl.load(weights + expert)
         if KIND == "float":
-            weight = address.to(tl.pointer_type(ELEMENT))
+            weight = pointer(address, ELEMENT)
         else:
-            weight = address.to(tl.pointer_type(tl.uint8))
+            weight = pointer(address, tl.uint8)
         row = route // SHARE
         acc = _summed(x, row, valid, weight, n, real, inputs, groups, KIND, ELEMENT, ROWS, OUTPUTS, STEP, PRECISION)
         if HAS_BIAS:
