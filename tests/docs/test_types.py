@@ -25,6 +25,12 @@ from typing import assert_type
 assert_type(model.tokenizer.encode("text"), list[int])
 assert_type(model.tokenizer.decode([1]), str)
 assert_type(model.chat([{"role": "user", "content": "Hi"}]), str)
+assert_type(model.generate("The sea", max_new_tokens=3), str)
+assert_type(model.generate([{"role": "user", "content": "Hi"}], state, temperature=0.5), str)
+assert_type(model.generate(["a", "b"]), list[str])
+assert_type(model.generate([1, 2], return_ids=True), list[int])
+assert_type(model.generate([[1, 2], [3]], state, return_ids=True), list[list[int]])
+answers, logprobs = model.generate(["a"], logprobs=2)
 assert_type(state.lengths, list[int])
 greedy = model([[1, 2]], state).argmax(-1).tolist()
 every = model([[1], [2]], logits="all")[0, -1]

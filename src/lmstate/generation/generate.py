@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -25,7 +25,15 @@ from lmstate.errors import CapacityError
 from lmstate.generation.beams import BeamParams, BeamSearch
 from lmstate.generation.logprobs import TokenLogprob
 from lmstate.generation.params import sampling_params
-from lmstate.generation.prompts import Prompt, Sources, are_messages, as_token_lists, check_prompts, with_source
+from lmstate.generation.prompts import (
+    Messages,
+    Prompt,
+    Sources,
+    are_messages,
+    as_token_lists,
+    check_prompts,
+    with_source,
+)
 from lmstate.generation.report import Report, RowPiece
 from lmstate.generation.row import AnswerRow, most_likely
 from lmstate.generation.sampling import Sampler
@@ -269,6 +277,82 @@ class Generation:
             row.end("length")
 
 
+@overload
+def generate(
+    model: LanguageModel,
+    prompt: str | Sequence[int] | Messages,
+    state: State | None = None,
+    params: None = None,
+    *,
+    source: None = None,
+    draft: DraftChoice = "auto",
+    return_ids: Literal[False] = False,
+    num_beams: int = 1,
+    num_return_sequences: Literal[1] = 1,
+    logprobs: None = None,
+    **changes: Any,
+) -> str: ...
+@overload
+def generate(
+    model: LanguageModel,
+    prompt: Sequence[str] | Sequence[Sequence[int]],
+    state: State | None = None,
+    params: None = None,
+    *,
+    source: None = None,
+    draft: DraftChoice = "auto",
+    return_ids: Literal[False] = False,
+    num_beams: int = 1,
+    num_return_sequences: Literal[1] = 1,
+    logprobs: None = None,
+    **changes: Any,
+) -> list[str]: ...
+@overload
+def generate(
+    model: LanguageModel,
+    prompt: str | Sequence[int] | Messages,
+    state: State | None = None,
+    params: None = None,
+    *,
+    source: None = None,
+    draft: DraftChoice = "auto",
+    return_ids: Literal[True],
+    num_beams: int = 1,
+    num_return_sequences: Literal[1] = 1,
+    logprobs: None = None,
+    **changes: Any,
+) -> list[int]: ...
+@overload
+def generate(
+    model: LanguageModel,
+    prompt: Sequence[str] | Sequence[Sequence[int]],
+    state: State | None = None,
+    params: None = None,
+    *,
+    source: None = None,
+    draft: DraftChoice = "auto",
+    return_ids: Literal[True],
+    num_beams: int = 1,
+    num_return_sequences: Literal[1] = 1,
+    logprobs: None = None,
+    **changes: Any,
+) -> list[list[int]]: ...
+@overload
+def generate(
+    model: LanguageModel,
+    prompt: Prompt | None = None,
+    state: State | None = None,
+    params: Sampler | None = None,
+    *,
+    source: Sources | None = None,
+    draft: DraftChoice = "auto",
+    return_ids: bool = False,
+    num_beams: int = 1,
+    length_penalty: float = 1.0,
+    early_stopping: bool | Literal["never"] = False,
+    num_return_sequences: int = 1,
+    **changes: Any,
+) -> Any: ...
 def generate(
     model: LanguageModel,
     prompt: Prompt | None = None,
@@ -303,6 +387,7 @@ def generate(
                     `BeamParams`. For 2 or more sequences an answer is the list of these. Nothing is sampled or drafted
 
     With `logprobs=k` it returns (the answers, a list of `TokenLogprob` for each), of the tokens that the text is of.
+    Type checkers know the type of the answer unless `logprobs`, `params`, `source` or several sequences are given.
 
     A state that gets full ends the answer with what there is. Raises ValueError for options out of range and empty
     prompts, TypeError for unknown ones, CapacityError where a prompt does not fit the state.
