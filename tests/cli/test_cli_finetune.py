@@ -57,6 +57,39 @@ def test_a_text_is_learned_stopped_resumed_and_told(folder: Path, tmp_path: Path
     assert told.stdout.split() == list(WORDS[3:7])
 
 
+@pytest.mark.parametrize(
+    ("kind", "more", "said"),
+    [
+        ("lora", ["--rank", "3", "--dora"], {"peft_type": "LORA", "r": 3, "use_dora": True}),
+        ("loha", ["--rank", "2", "--alpha", "4"], {"peft_type": "LOHA", "r": 2, "alpha": 4.0}),
+        ("lokr", ["--targets", "q_proj, down_proj"], {"peft_type": "LOKR", "target_modules": ["down_proj", "q_proj"]}),
+        ("ia3", [], {"peft_type": "IA3", "feedforward_modules": ["down_proj"]}),
+        ("prompt", ["--positions", "4"], {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 4}),
+        ("prefix", [], {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 20}),
+        ("adaption-prompt", ["--positions", "3", "--layers", "2"], {"peft_type": "ADAPTION_PROMPT", "adapter_len": 3}),
+    ],
+)
+def test_an_adapter_of_each_kind_is_trained_resumed_and_told(
+    kind: str, more: list[str], said: dict[str, object], folder: Path, tmp_path: Path
+) -> None:
+    data, out = tmp_path / "data.jsonl", tmp_path / "out"
+    data.write_text(json.dumps({"text": " ".join(WORDS)}) + "\n")
+    command = ["finetune", str(folder), str(data), "-o", str(out), "--weights", "float32", "--lr", "0.05",
+               "--warmup", "0", "--adapter", kind, *more, "--steps"]  # fmt: skip
+    ran = CliRunner().invoke(app, [*command, "4"])
+    assert ran.exit_code == 0, ran.output
+    losses = [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0]
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert {name: config[name] for name in said} == said
+    resumed = CliRunner().invoke(app, [*command, "4", "--resume"])
+    assert resumed.exit_code == 0 and "no checkpoint" not in resumed.stderr, resumed.output
+    told = CliRunner().invoke(
+        app, ["generate", str(folder), "--raw", "the keeper", "--adapter", str(out), "-n", "2", "-t", "0"]
+    )
+    assert told.exit_code == 0, told.output
+
+
 def test_a_folder_is_written_by_one_training_at_a_time(folder: Path, tmp_path: Path) -> None:
     data, out = tmp_path / "a.txt", tmp_path / "out"
     data.write_text(" ".join(WORDS))
@@ -110,6 +143,9 @@ def test_bad_data_is_one_line(folder: Path, tmp_path: Path) -> None:
         (["-o", "data.jsonl"], "data.jsonl"),
         (["--threads", "many"], "--threads many"),
         (["--threads", "0"], "at least 1 thread"),
+        (["--adapter", "prompt", "--rank", "4", "--dora"], "--rank, --dora are not of --adapter prompt"),
+        (["--positions", "4"], "--positions is not of --adapter lora"),
+        (["--full", "--adapter", "ia3"], "--adapter is of an adapter"),
     ],
 )
 def test_usage_is_refused_before_a_model_is_loaded(

@@ -12,8 +12,9 @@ from lmstate.engine.memory import RowCost
 from lmstate.engine.options import as_bytes
 from tests.engine.alone import alone
 from tests.engine.test_batching import KINDS, paused, prompt
+from tests.invariants.opened import opened
 from tests.invariants.stretched import stretched
-from tests.zoo import ours
+from tests.zoo import ours, text
 
 
 def ask(engine: lmstate.Engine, ids: list[int], count: int = 6, **options) -> Completion:
@@ -156,3 +157,10 @@ def test_trees_of_lengths_that_nobody_asks_for_any_more_go() -> None:
         assert store.counts["evicted"] > 0
         kept = {key for key, _ in store.nodes()}
         assert len(store._roots) <= len(kept) + 5
+
+
+def test_a_tree_names_learned_positions() -> None:
+    model = opened("llama", keys=False, positions=11)
+    with lmstate.Engine(model) as engine:
+        engine.submit(text(9)[0].tolist(), max_new_tokens=2).result(600)
+        assert "[11 learned positions]" in engine.tree() and "picture" not in engine.tree()

@@ -358,6 +358,11 @@ def test_names_of_a_models_own_code_are_those_of_transformers(tmp_path: Path) ->
 def test_damaged_files_of_an_adapter_are_refused(tmp_path: Path) -> None:
     with saved(theirs("llama")) as folder:
         adapted(folder, tmp_path)
+        config = (tmp_path / "adapter_config.json").read_text()
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**json.loads(config), "r": 5}))
+        with pytest.raises(ModelError, match="has rank 4, and its config says 5"):
+            lmstate.load(folder, adapter=tmp_path)
+        (tmp_path / "adapter_config.json").write_text(config)
         with safe_open(tmp_path / "adapter_model.safetensors", "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
         for module in {name.partition(".lora_")[0] for name in tensors}:

@@ -24,8 +24,9 @@ from tests.training.small import ragged, saved, theirs, whole_loss
 from tests.zoo import text
 
 POSITIONS = 7
-# Full and windowed attention, learned positions, embeddings that are scaled in two ways, and a hybrid.
-VECTORS = ["llama", "mistral", "gpt2", "gemma2", "granite", "qwen3_next-dense"]
+# Full and windowed attention, learned positions, embeddings that are scaled in two ways, a hybrid, and embeddings that
+# are normalized, kept, or the begin of several streams.
+VECTORS = ["llama", "mistral", "gpt2", "gemma2", "granite", "qwen3_next-dense", "bloom", "zamba2", "hy_v4"]
 KEYS = ["llama", "mistral", "gpt2", "gemma2", "granite", "qwen2-tied-mqa"]
 EVERY = [*((case, PromptTuningConfig) for case in VECTORS), *((case, PrefixTuningConfig) for case in KEYS)]
 
@@ -297,6 +298,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             lmstate.load(folder, trainable=PromptTuningConfig(3, [-1]))
     for case, kind, why in (
         ("qwen3_next", PrefixTuningConfig, "without keys"), ("gemma3n", PromptTuningConfig, "apart from the stream"),
+        ("deepseek_v4", PromptTuningConfig, "the tokens themselves"),
     ):  # fmt: skip
         with saved(theirs(case)) as folder, pytest.raises(ModelError, match=why):
             lmstate.load(folder, trainable=kind())

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmstate.cli import options
+from lmstate.cli.adapter_kinds import AdapterKind, adapter_config, refuse_options
 from lmstate.cli.output import Interrupt, import_library, note
 
 if TYPE_CHECKING:
@@ -27,12 +28,30 @@ def finetune(
         Path,
         typer.Option("--out", "-o", metavar="FOLDER", help="Where the result and checkpoints go.", file_okay=False),
     ],
-    full: Annotated[bool, typer.Option("--full", help="Train every weight instead of a LoRA adapter.")] = False,
-    rank: Annotated[int, typer.Option("--rank", min=1, help="Of the adapter.")] = 8,
-    alpha: Annotated[float, typer.Option("--alpha", help="The adapter is multiplied by alpha / rank.")] = 16.0,
+    full: Annotated[bool, typer.Option("--full", help="Train every weight instead of an adapter.")] = False,
+    adapter: Annotated[
+        AdapterKind | None, typer.Option("--adapter", help="The kind of adapter; by default lora.", show_default=False)
+    ] = None,
+    rank: Annotated[int | None, typer.Option("--rank", min=1, help="Of lora, loha, lokr; by default 8.")] = None,
+    alpha: Annotated[
+        float | None, typer.Option("--alpha", help="These are multiplied by alpha / rank; by default 16.")
+    ] = None,
     targets: Annotated[
-        str, typer.Option("--targets", help="Modules with an adapter, separated by commas; all-linear: all of them.")
-    ] = "all-linear",
+        str | None,
+        typer.Option(
+            "--targets",
+            help="Modules with an adapter, separated by commas; all-linear: all of them, the default except of ia3.",
+        ),
+    ] = None,
+    positions: Annotated[
+        int | None,
+        typer.Option(
+            "--positions", min=1, help="Of prompt and prefix (by default 20), adaption-prompt (by default 10)."
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option("--layers", min=1, help="Last layers with an adaption-prompt; by default all.")
+    ] = None,
     rslora: Annotated[bool, typer.Option("--rslora", help="Multiply by alpha / sqrt(rank).")] = False,
     dora: Annotated[bool, typer.Option("--dora", help="Train magnitudes apart from directions (DoRA).")] = False,
     epochs: Annotated[
@@ -69,6 +88,9 @@ def finetune(
 ) -> None:
     """Train a model on documents, by default a LoRA adapter beside its weights.
 
+    --adapter takes lora, loha, lokr and ia3, which update matrices, prompt and prefix, which learn positions in front
+    of every text, and adaption-prompt (LLaMA-Adapter).
+
     A line of DATA.jsonl is {"messages": [...]} (and "tools"), of which the assistant's answers are learned, {"prompt":
     ..., "completion": ...}, {"text": ...}, or a line of ShareGPT or Alpaca; a .txt is one document. Long documents are
     computed in chunks, with the gradients of the whole. Ctrl-C ends with a checkpoint, from which --resume goes on. The
@@ -77,20 +99,25 @@ def finetune(
     \b
     Examples:
       lmstate finetune smollm2 notes.jsonl -o notes --epochs 3
+      lmstate finetune smollm2 notes.jsonl -o prompt --adapter prompt --positions 30 --lr 0.03
       lmstate generate smollm2 "What did I note?" --adapter notes
     """
     # All that can be refused without the model is refused before it, and torch, are loaded for nothing.
     options.refuse_unknown(model, threads)
     if steps is None and not 0 < epochs < math.inf:
         raise typer.BadParameter(f"--epochs {epochs:g} was asked for; give a number above 0, or --steps")
-    if full and (targets != "all-linear" or rslora or dora):
-        raise typer.BadParameter("--targets, --rslora and --dora are of an adapter; they do not go with --full")
+    options_of = {
+        "rank": rank, "alpha": alpha, "targets": targets, "rslora": rslora or None, "dora": dora or None,
+        "positions": positions, "layers": layers,
+    }  # fmt: skip
+    given = {name: value for name, value in options_of.items() if value is not None}
+    refuse_options(adapter, full, given)
     if evaluate_every and not evaluate:
         raise typer.BadParameter("--eval-every needs documents to evaluate on; give --eval-split too")
     import torch
 
     import lmstate
-    from lmstate.training import LoraConfig, ParameterModel
+    from lmstate.training import ParameterModel
     from lmstate.training.documents import batches, read_entries, split, tokenize
     from lmstate.training.finetune import FinetuneSettings, FineTuning, locked, refuse_begun, refuse_used
 
@@ -102,12 +129,8 @@ def finetune(
         options.set_threads(threads)
     entries = read_entries(data)
     torch.manual_seed(seed)
-    if full:
-        loaded = lmstate.load(model, weights=weights.value, device=device, trainable=True)
-    else:
-        names = targets if targets == "all-linear" else [name.strip() for name in targets.split(",") if name.strip()]
-        lora = LoraConfig(rank, alpha, names, rslora, dora)
-        loaded = lmstate.load(model, weights=weights.value, device=device, trainable="lora", lora=lora)
+    trained_part = True if full else adapter_config(adapter, given)
+    loaded = lmstate.load(model, weights=weights.value, device=device, trainable=trained_part)
     assert isinstance(loaded, ParameterModel)
     empty: list[str] = []
     documents = tokenize(entries, loaded.tokenizer, min(loaded.eos_ids, default=None), empty.append)

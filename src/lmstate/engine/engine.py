@@ -385,12 +385,14 @@ class Engine(SessionEngine):
         return self._new_state(1).layout.rewind if self._reuse.prefixes.split.needs_carry else None
 
     def _decoded(self, ids: Sequence[int]) -> str:
-        """The text of ids, and of numbers of pictures and sources among them."""
+        """The text of ids, and of numbers of pictures, sources and learned positions among them."""
         decode = partial(self.model.tokenizer.decode, skip_special_tokens=False) if self.model.has_tokenizer else None
-        shown = []
-        for pictured, part in groupby(ids, key=lambda id: id >= PICTURED):
+        shown, learned = [], frozenset(self.model.opening_numbers)
+        for (pictured, opens), part in groupby(ids, key=lambda id: (id >= PICTURED, id in learned)):
             own = list(part)
-            if not pictured:
+            if opens:
+                shown.append(f"[{len(own)} learned positions]")
+            elif not pictured:
                 shown.append(" ".join(map(str, own)) if decode is None else decode(own))
             elif self.model.start_id is not None:
                 shown.append("[a source]")

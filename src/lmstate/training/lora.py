@@ -70,7 +70,8 @@ class LoraConfig(RankedConfig):
         return up.shape[0], down.shape[1]
 
     def update(self, module: str, first: int, shape: tuple[int, int], parts: Mapping[str, AdapterTensor]) -> Update:
-        return LowRank(first, shape, parts, self.scale_of(module, len(parts["lora_A"].storage)))
+        rank = self.checked_rank(module, len(parts["lora_A"].storage))
+        return LowRank(first, shape, parts, self.scale_of(module, rank))
 
     @classmethod
     def read(cls, path: Path, fields: Config) -> Self:

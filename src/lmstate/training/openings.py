@@ -18,7 +18,6 @@ from torch import Tensor
 from lmstate.checkpoints.config import Config
 from lmstate.errors import ModelError
 from lmstate.models.layers.attention import Attention
-from lmstate.models.layers.embedding import LearnedPositions
 from lmstate.models.layers.opening import LearnedOpening
 from lmstate.models.network import Network
 from lmstate.training.network_adapter import NetworkConfig
@@ -144,8 +143,8 @@ def _refuse(network: Network) -> None:
     why = None
     if network.encoder is not None:
         why = "its tokens read a source"
-    elif network.entry is not None and not isinstance(network.entry, LearnedPositions):
-        why = "its layers also read the embeddings of tokens apart from the stream"
+    elif network.entry is not None and network.entry.reads_tokens:
+        why = "its layers also read the tokens themselves, apart from the stream"
     elif network.whole_pictures:
         why = "its positions that have vectors of their own see each other, as those of pictures do"
     if why is not None:

@@ -123,6 +123,8 @@ class StreamsBlock(Block):
 class IntoStreams:
     """The embedding, and projections of it as large as it is, side by side: `[R, T, E]` -> `[R, T, N * E]`."""
 
+    reads_tokens: ClassVar[bool] = True
+
     inputs: PerLayerInputs
     projections: Sequence[Weight]  # [E, E] each
 

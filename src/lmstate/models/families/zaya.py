@@ -117,6 +117,8 @@ def _gelu(x: Tensor) -> Tensor:
 class Opening:
     """Maps the embedding, and puts beside it that no router has read anything: `[R, T, E]` -> `[R, T, E + B]`."""
 
+    reads_tokens: ClassVar[bool] = False
+
     affine: Affine
     beside: int  # B
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -14,6 +14,9 @@ from lmstate.state import Step
 
 class EmbeddingHook(Protocol):
     """Between the embedding and the first block: x float32 `[R, T, E]` and tokens int64 `[R, T]` -> the stream."""
+
+    reads_tokens: ClassVar[bool]
+    """Whether blocks get more of a token than its embedding tells."""
 
     def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor: ...
 
@@ -28,6 +31,8 @@ class OutputHook(Protocol):
 class NormedEmbedding:
     """Normalizes the embedding."""
 
+    reads_tokens: ClassVar[bool] = False
+
     norm: Norm
 
     def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
@@ -37,6 +42,8 @@ class NormedEmbedding:
 @dataclass(frozen=True, eq=False)
 class LearnedPositions:
     """Adds to the embedding what was learned for each of P positions; there are no others. Then normalizes the sum."""
+
+    reads_tokens: ClassVar[bool] = False
 
     table: Weight  # [P, E]
     norm: Norm | None = None

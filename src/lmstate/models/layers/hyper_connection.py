@@ -158,6 +158,8 @@ class HyperBlock(Block):
 class RepeatedEmbedding:
     """The embedding in each of N streams."""
 
+    reads_tokens: ClassVar[bool] = False
+
     streams: int
 
     def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
@@ -167,6 +169,8 @@ class RepeatedEmbedding:
 @dataclass(frozen=True, eq=False)
 class RepeatedTokens(RepeatedEmbedding):
     """The embedding in each of N streams; blocks read the tokens too."""
+
+    reads_tokens: ClassVar[bool] = True
 
     def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
         step.extras["tokens"] = tokens

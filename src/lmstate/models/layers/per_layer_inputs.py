@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ class PerLayerInputs:
     The sum is divided by the root of two. A token that the table is too short for has that of token 0, one of a picture
     that of the token `pictured`, if any.
     """
+
+    reads_tokens: ClassVar[bool] = True
 
     embed: Weight  # [V, L * P]
     project: Weight  # [L * P, E]

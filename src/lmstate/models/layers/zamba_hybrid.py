@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from lmstate.state import CompositeState, LayerState, Layout, Step
 @dataclass(frozen=True, eq=False)
 class KeptEmbedding:
     """Leaves the embedding of a step's tokens where hybrid layers find it."""
+
+    reads_tokens: ClassVar[bool] = False
 
     def __call__(self, x: Tensor, tokens: Tensor, step: Step) -> Tensor:
         step.extras["embedding"] = x
