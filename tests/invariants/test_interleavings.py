@@ -33,6 +33,7 @@ KINDS = {
     "compressed entries": "deepseek_v4",
     "chosen blocks": "minimax_m3",
     "pooled index": "qwen4_exp",
+    "pooled index of latents": "glm5_next",
     "windows of latents": "dots3_note",
     "gated delta": "qwen3_next-dense",  # without experts: two nearly as good may change places with a rounding
     "channel-gated delta": "kimi_linear",

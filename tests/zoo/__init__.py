@@ -44,7 +44,7 @@ for kind in KINDS:
     CASES.update(import_module(f"tests.zoo.{kind}").CASES)
 ENCODERS: dict[str, Make] = import_module("tests.zoo.encoders").CASES  # whose tokens read a source
 SOUNDS: dict[str, SourceFeatures] = {}  # that `source` made, by their hashes
-GROWING = tuple(case for case in CASES if case.startswith(("deepseek_v4", "minimax_m3", "qwen4_exp")))
+GROWING = tuple(case for case in CASES if case.startswith(("deepseek_v4", "glm5_next", "minimax_m3", "qwen4_exp")))
 """Cases whose states are neither static nor quantized."""
 TEXT_PARTS = import_module("tests.zoo.text_parts").CASES  # the layers of other cases, in wrappers
 

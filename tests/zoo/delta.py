@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from tests.zoo.small import config
+from tests.zoo.text_parts import seeing
 
 _config = partial(
     config,
@@ -60,8 +62,22 @@ _QWEN4 = {
     "indexer_budget": 24, "indexer_compress_ratio": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }  # fmt: skip
+_GLM5: dict[str, Any] = {
+    "num_hidden_layers": 4, "num_key_value_heads": 6, "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
+    "q_lora_rank": 12, "kv_lora_rank": 20, "qk_nope_head_dim": 16, "qk_rope_head_dim": 0, "v_head_dim": 12,
+    "index_n_heads": 32, "index_head_dim": 16, "index_topk": 24, "index_kpool": 4, "linear_head_dim": 8,
+    "linear_num_heads": 3, "swiglu_limit": 0.5,
+}  # fmt: skip
 
 CASES = {
+    "glm5_next": partial(seeing, "Glm5Next", **_GLM5),
+    "glm5_next-shared": partial(
+        seeing, "Glm5Next", tied=True, **{**_GLM5, "num_hidden_layers": 3, "hc_mult": 2, "linear_lower_bound": None,
+        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"], "n_shared_experts": 2,
+        "indexer_types": ["full", "full", "shared"], "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "index_kpool": 3, "index_topk": 30},
+    ),
     "qwen4_exp": partial(_config, "Qwen4ExpTextConfig", **_QWEN4),
     "qwen4_exp-attention": partial(
         _config, "Qwen4ExpTextConfig", **{**_QWEN4, "layer_types": ["full_attention", "linear_attention",

@@ -29,7 +29,7 @@ BESIDE = {
 }  # fmt: skip
 
 
-def _seeing(name: str, tied: bool = False, **changes: Any) -> Any:
+def seeing(name: str, tied: bool = False, **changes: Any) -> Any:
     """A wrapper's config with small towers around a small text part."""
     import transformers
 
@@ -51,34 +51,34 @@ def _sections(*sections: int, **changes: Any) -> dict[str, Any]:
 
 
 CASES = {
-    "glm4v": partial(_seeing, "Glm4v", **_sections(1, 1, 1, partial_rotary_factor=0.75)),
-    "glm_ocr": partial(_seeing, "GlmOcr", head_dim=16, tied=True, **_sections(4, 2, 2)),
+    "glm4v": partial(seeing, "Glm4v", **_sections(1, 1, 1, partial_rotary_factor=0.75)),
+    "glm_ocr": partial(seeing, "GlmOcr", head_dim=16, tied=True, **_sections(4, 2, 2)),
     "glm4v_moe": partial(
-        _seeing, "Glm4vMoe", head_dim=16, n_shared_experts=1, **{**_EXPERTS, "n_routed_experts": 9},
+        seeing, "Glm4vMoe", head_dim=16, n_shared_experts=1, **{**_EXPERTS, "n_routed_experts": 9},
         **_sections(2, 1, 1, partial_rotary_factor=0.5),
     ),
-    "paddleocr_vl": partial(_seeing, "PaddleOCRVL", head_dim=16, tied=True, **_sections(4, 2, 2)),
+    "paddleocr_vl": partial(seeing, "PaddleOCRVL", head_dim=16, tied=True, **_sections(4, 2, 2)),
     "hunyuan_vl": partial(
-        _seeing, "HunYuanVL", head_dim=16, tied=True,
+        seeing, "HunYuanVL", head_dim=16, tied=True,
         rope_parameters={**_ROPE, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "mrope_section": [4, 2, 2]},
     ),
-    "qwen2-got_ocr2": partial(_seeing, "GotOcr2"),
-    "persimmon-fuyu": partial(_seeing, "Fuyu"),
-    "qwen3-moss": partial(_seeing, "MossTranscribeDiarize", head_dim=16, tied=True),
-    "emu3": partial(_seeing, "Emu3", pad_token_id=0),
+    "qwen2-got_ocr2": partial(seeing, "GotOcr2"),
+    "persimmon-fuyu": partial(seeing, "Fuyu"),
+    "qwen3-moss": partial(seeing, "MossTranscribeDiarize", head_dim=16, tied=True),
+    "emu3": partial(seeing, "Emu3", pad_token_id=0),
     "mllama": partial(
-        _seeing, "Mllama", num_hidden_layers=3, cross_attention_layers=[1], pad_token_id=0,
+        seeing, "Mllama", num_hidden_layers=3, cross_attention_layers=[1], pad_token_id=0,
         rope_parameters={**_ROPE},
     ),
-    "granite4_vision": partial(_seeing, "Granite4Vision", embedding_multiplier=3.0, logits_scaling=2.0),
-    "aria-wrapped": partial(_seeing, "Aria", moe_num_experts=5, moe_topk=2, intermediate_size=24),
-    "granite_docling": partial(_seeing, "GraniteDocling", attention_multiplier=0.3, residual_multiplier=0.4, tied=True),
+    "granite4_vision": partial(seeing, "Granite4Vision", embedding_multiplier=3.0, logits_scaling=2.0),
+    "aria-wrapped": partial(seeing, "Aria", moe_num_experts=5, moe_topk=2, intermediate_size=24),
+    "granite_docling": partial(seeing, "GraniteDocling", attention_multiplier=0.3, residual_multiplier=0.4, tied=True),
     "ernie4_5_vl_moe": partial(
-        _seeing, "Ernie4_5_VLMoe", head_dim=16, moe_num_experts=7, moe_k=2, moe_intermediate_size=[24, 16],
+        seeing, "Ernie4_5_VLMoe", head_dim=16, moe_num_experts=7, moe_k=2, moe_intermediate_size=[24, 16],
         moe_num_shared_experts=1, tied=True, **_sections(3, 3, 2),
     ),
     "step3p5": partial(
-        _seeing, "Step3p7", head_dim=16, num_hidden_layers=4, layer_types=[F, S, S, F], sliding_window=14,
+        seeing, "Step3p7", head_dim=16, num_hidden_layers=4, layer_types=[F, S, S, F], sliding_window=14,
         num_sliding_attention_heads=8, mlp_layer_types=["dense", "sparse", "dense", "sparse"], share_expert_dim=40,
         swiglu_limits=[None, 0.05, 0.0, None], swiglu_limits_shared=[None, 0.04, 0.06, None],
         moe_router_scaling_factor=2.0, pad_token_id=1, partial_rotary_factors=[0.5, 1.0, 1.0, 0.5],
@@ -86,13 +86,13 @@ CASES = {
         n_routed_experts=9, num_experts_per_tok=2, moe_intermediate_size=24,
     ),
     "qwen4_exp-wrapped": partial(
-        _seeing, "Qwen4Exp", head_dim=16, num_hidden_layers=4, num_experts=5, num_experts_per_tok=2,
+        seeing, "Qwen4Exp", head_dim=16, num_hidden_layers=4, num_experts=5, num_experts_per_tok=2,
         moe_intermediate_size=24, shared_expert_intermediate_size=40, linear_num_key_heads=2,
         linear_num_value_heads=4, linear_key_head_dim=12, linear_value_head_dim=8, hc_count=2, hc_lowrank=10,
         indexer_n_heads=32, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=24, indexer_compress_ratio=4,
         **_sections(4, 2, 2),
     ),
     "deepseek_ocr2": partial(
-        _seeing, "DeepseekOcr2", mlp_layer_types=["dense", "sparse", "sparse"], routed_scaling_factor=1.5, **_EXPERTS
+        seeing, "DeepseekOcr2", mlp_layer_types=["dense", "sparse", "sparse"], routed_scaling_factor=1.5, **_EXPERTS
     ),
 }  # fmt: skip

@@ -10,6 +10,7 @@ from lmstate.state.kv.factory import (
     keeping_all,
     latent_state,
     pooled_index_state,
+    pooled_latent_state,
 )
 from lmstate.state.layers.attention import AttentionState, KeyValueState
 from lmstate.state.layers.base import LayerState, Layout
@@ -63,4 +64,5 @@ __all__ = [
     "keeping_all",
     "latent_state",
     "pooled_index_state",
+    "pooled_latent_state",
 ]

@@ -79,6 +79,7 @@ FAMILIES = {
     "glm4v_moe_text": "glm4_moe",
     "glm4v_text": "glm",
     "glm_ocr_text": "glm",
+    "glm5_next_text": "glm5_next",
     "glm_moe_dsa": "deepseek",
     "gpt2": "gpt2",
     "gpt_bigcode": "gpt_bigcode",

@@ -73,13 +73,13 @@ class LatentSpark(BlockHead):
         x = self.joined(tokens, tokens)
         for block, mixer, cache in zip(self.blocks, self._mixers, caches, strict=True):
             assert isinstance(cache, WindowedVectors)
-            logits = block.around_mixer.logits(x)
-            new = mixer.projected(block.around_mixer.mixed(x, logits), step, block.mixer_norm)
+            mixed, found = block.around_mixer.read(x)
+            new = mixer.projected(mixed, step, block.mixer_norm)
             cache.store(new.vector, step)
             seen = mixer.written(self._seen(mixer, new.q, step, cache), new.tables)
-            x = block.around_mixer.write(x, logits, seen)
-            logits = block.around_mlp.logits(x)
-            x = block.around_mlp.write(x, logits, block.fed(block.around_mlp.mixed(x, logits), step))
+            x = block.around_mixer.write(x, found, seen)
+            mixed, found = block.around_mlp.read(x)
+            x = block.around_mlp.write(x, found, block.fed(mixed, step))
         return self.exit(x)
 
     def _seen(self, mixer: CompressedAttention, q: Tensor, step: Step, cache: WindowedVectors) -> Tensor:

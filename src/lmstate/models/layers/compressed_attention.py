@@ -34,15 +34,15 @@ class Compressor:
     """
 
     rate: int
-    norm: Norm
+    norm: Norm | None
     bias: Tensor  # float32 [rate, D], or [rate, 2 * D], added to the logits by the place in an entry
-    rope: Rope  # of the last features
+    rope: Rope | None  # of the last features
     overlaps: bool = False
 
     @property
     def width(self) -> int:
         """D."""
-        return self.norm.weight.shape[0]
+        return self.bias.shape[1] // (1 + self.overlaps)
 
     def __call__(self, values: Tensor, logits: Tensor, places: Tensor) -> Tensor:
         """Values and logits `[R, W, J, D or 2 * D]` of tokens at places `[R, W, J]`, -1 for none -> `[R, W, D]`."""
@@ -52,7 +52,10 @@ class Compressor:
         # In float64 and back: what a token gives must not depend on how many entries are made at once.
         missing = (places < 0)[..., None]
         shares = logits.double().masked_fill(missing, float("-inf")).softmax(2).nan_to_num()  # padding has no token
-        entry = ops.norm((values.double() * shares).sum(2).float(), self.norm)
+        entry = (values.double() * shares).sum(2).float()
+        entry = entry if self.norm is None else ops.norm(entry, self.norm)
+        if self.rope is None:
+            return entry
         first = places[..., -self.rate].clamp(min=0)
         return last_rotated(entry[:, :, None], self.rope.tables(first))[:, :, 0]
 

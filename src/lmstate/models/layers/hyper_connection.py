@@ -121,10 +121,7 @@ class GatedStreams:
         streams = (ops.norm(x.unflatten(-1, (self.streams, -1)), self.norm) * self.weights).flatten(-2)
         low = ops.linear(streams, self.down) / self.streams
         gated = ops.sigmoid(ops.linear(low * ops.sigmoid(low), self.up)) * streams
-        first, *others = gated.chunk(self.streams, dim=-1)
-        for other in others:  # one after the other, as above
-            first = first + other
-        return first / self.streams, streams
+        return MeanOfStreams(self.streams)(gated), streams
 
     def write(self, x: Tensor, found: Tensor, output: Tensor) -> Tensor:
         """Streams `[R, T, N * E]` with the output `[R, T, E]` of the part that read them -> `[R, T, N * E]`."""
@@ -152,6 +149,20 @@ class HyperBlock(Block):
         """The output of the feed-forward part for a stream `[R, T, E]`."""
         assert self.mlp is not None
         return self.mlp(x, self.mlp_norm)
+
+
+@dataclass(frozen=True, eq=False)
+class MeanOfStreams:
+    """The mean of N streams."""
+
+    streams: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Float32 `[R, T, N * E]` -> `[R, T, E]`."""
+        first, *others = x.chunk(self.streams, dim=-1)
+        for other in others:  # one after the other: a sum over them would go as it likes
+            first = first + other
+        return first / self.streams
 
 
 @dataclass(frozen=True, eq=False)

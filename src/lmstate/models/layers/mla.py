@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.models.layers.attention import Temperature, gated
+from lmstate.models.layers.pooled_index import PooledPositionIndex
 from lmstate.models.layers.position_index import EarlierChoice, PositionIndex
 from lmstate.models.layers.rope import Rope
 from lmstate.ops import Norm, Residual, Weight
@@ -18,10 +19,12 @@ from lmstate.state import (
     LatentState,
     LayerState,
     Layout,
+    PooledIndexState,
     Step,
     indexed_latent_state,
     keeping_all,
     latent_state,
+    pooled_latent_state,
 )
 
 EXPANDED = 1 << 25
@@ -59,7 +62,7 @@ class MultiHeadLatentAttention:
     window: int | None = None
     rope_key_norm: Norm | None = None
     temperature: Temperature | None = None
-    index: PositionIndex | EarlierChoice | None = None
+    index: PositionIndex | PooledPositionIndex | EarlierChoice | None = None
 
     @property
     def kind(self) -> str:
@@ -75,6 +78,8 @@ class MultiHeadLatentAttention:
         rotate_by = self.rope.rotate_by if self.rope is not None else None
         if self.index is not None:
             layout = keeping_all(layout)
+        if isinstance(self.index, PooledPositionIndex):
+            return pooled_latent_state(layout, self.latent_dim, self.rope_dim, self.index.pooling)
         if isinstance(self.index, PositionIndex):
             sizes = self.latent_dim, self.rope_dim, self.index.dim
             rotate_index_by = self.index.rope.rotate_by
@@ -87,7 +92,6 @@ class MultiHeadLatentAttention:
     def __call__(
         self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None = None, residual: Residual | None = None
     ) -> Tensor:
-        assert isinstance(cache, LatentState | EvictingLatentState)
         heads, nope, latent_dim = self.key_up.shape
         projected = ops.linear(x, self.down, self.down_bias, norm=norm)
         query_width = projected.shape[-1] - latent_dim - self.rope_dim - self.gates
@@ -96,9 +100,12 @@ class MultiHeadLatentAttention:
         if self.q_norm is not None:
             q = ops.norm(q, self.q_norm)
         chosen = None
-        if self.index is not None:
-            assert isinstance(cache, LatentState)
+        if isinstance(self.index, PooledPositionIndex):
+            assert isinstance(cache, PooledIndexState)
+            chosen, cache = self.index.choose(x, q, step, cache, norm), cache.keys
+        elif self.index is not None:
             chosen = self.index.choose(x, q, step, cache, norm)
+        assert isinstance(cache, LatentState | EvictingLatentState)
         if self.q_up is not None:
             q = ops.linear(torch.cat([q, raw], dim=-1) if self.value_gate else q, self.q_up)
         q = q.unflatten(-1, (heads, -1))  # [R, T, H, Dn + Dr]

@@ -1,14 +1,16 @@
-"""Attention to blocks of positions that an index chooses by one key for each block (Qwen4-Exp)."""
+"""Attention to blocks of positions that an index chooses by one key for each block (Qwen4-Exp, GLM-5.3)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from lmstate import ops
 from lmstate.models.layers.attention import Attention
+from lmstate.models.layers.compressed_attention import Compressor
+from lmstate.models.layers.position_index import ChoiceKey
 from lmstate.models.layers.rope import Rope
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.state import (
@@ -87,3 +89,52 @@ class PooledIndexAttention(Attention):
             each = chosen[:, :, None].expand(-1, -1, self.kv_heads, -1)  # all heads go by one choice
             cache.keys.attend_to(lambda: each, step)
         return super().forward(x, step, cache.keys, norm, residual)
+
+
+@dataclass(eq=False)
+class PooledPositionIndex:
+    """Scores blocks of positions by Hi small queries and one key each, which a compressor makes of those of its tokens.
+
+    Positions of the chosen blocks are attended to, and the last tokens, which fill no block yet (GLM-5.3). No gradient
+    goes through a choice.
+    """
+
+    key: Weight  # [2 * Di, E]: the key of a token, and its logits for the compressor
+    key_norm: Norm
+    compressor: Compressor
+    query: Weight  # [Hi * Di, Q], of the normed latent of the query
+    weights: Weight  # [Hi, E]: what the scores of each head count
+    blocks: int
+    name: ChoiceKey = field(default_factory=ChoiceKey)
+
+    @property
+    def pooling(self) -> Pooling:
+        width = self.compressor.width
+        return Pooling(self.compressor.rate, 2 * width, index_width=width)
+
+    @property
+    def budget(self) -> int:
+        """The longest text that is attended to whole."""
+        return (self.blocks + 1) * self.compressor.rate - 1
+
+    @torch.no_grad()
+    def choose(
+        self, x: Tensor, q_latent: Tensor, step: Step, cache: PooledIndexState, norm: Norm | None
+    ) -> Tensor | None:
+        """Store the index of the new tokens, and choose for them: positions `[R, T, k]`, or None for all."""
+        key, logits = ops.linear(x, self.key, norm=norm).chunk(2, dim=-1)
+        cache.raw.store(torch.cat([ops.norm(key, self.key_norm), logits], dim=-1), step)
+        if (found := cache.inputs(step)) is not None:
+            raw, places = found
+            keys, gates = raw.chunk(2, dim=-1)
+            cache.store_entries(step, index=self.compressor(keys, gates, places))
+        if max(step.ends, default=0) <= self.budget:
+            return None
+
+        def make() -> Tensor:
+            heads, dim = self.weights.shape[0], self.compressor.width
+            q = ops.linear(q_latent, self.query).unflatten(-1, (heads, dim))  # [R, T, Hi, Di]
+            weights = ops.linear(x, self.weights, norm=norm) * (heads * dim) ** -0.5  # [R, T, Hi]
+            return cache.positions(cache.with_rest(cache.choose(q, weights, self.blocks, step), step), step)
+
+        return step.cached(self.name, make)

@@ -139,6 +139,12 @@ def pooled_index_state(
     return PooledIndexState(layout, keys, pooling)
 
 
+def pooled_latent_state(layout: Layout, latent_dim: int, rope_dim: int, pooling: Pooling) -> PooledIndexState:
+    """The same over latents whose rope keys do not rotate."""
+    layout = _gathered(layout)
+    return PooledIndexState(layout, LatentState(layout, latent_dim, rope_dim), pooling)
+
+
 def _gathered(layout: Layout) -> Layout:
     """`layout` in its policy's dtype. Raises `UnsupportedError` for static states, and where positions are forgotten
     or quantized."""

@@ -156,3 +156,10 @@ class PooledIndexState(PoolingState):
         last = torch.iinfo(found.dtype).max
         found = found.masked_fill(found < 0, last).sort(dim=-1).values
         return found.masked_fill(found == last, -1)
+
+    def positions(self, blocks: Tensor, step: Step) -> Tensor:
+        """The positions of blocks `[R, T, k]` that queries see, in ascending order, then -1: `[R, T, k * rate]`."""
+        last = torch.tensor(step.ends, device=blocks.device)[:, None] - 1
+        own = torch.minimum(step.positions.to(blocks.device), last)[..., None, None]
+        places = blocks[..., None] * self.rate + torch.arange(self.rate, device=blocks.device)
+        return places.masked_fill((blocks[..., None] < 0) | (places > own), -1).flatten(-2)
