@@ -51,7 +51,7 @@ LEFT_OUT = {
     **dict.fromkeys(("ctrl", "cpmant", "gpt_neox_japanese", "openai-gpt", "reformer"), OLD),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), DRAFTER),
     **dict.fromkeys(
-        ("inkling2_loop_text", "inkling2_text", "inkling_text"), NEXT),
+        ("inkling2_loop_text", "inkling2_text"), NEXT),
 }  # fmt: skip
 WITH_SOURCE = "with a source"  # of modules whose models have an encoder
 ENCODERS = ("bart", "t5", "t5gemma", "whisper")

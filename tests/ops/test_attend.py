@@ -64,7 +64,8 @@ def by_hand(
                 if slopes is not None:
                     scores = scores - slopes[h].double() * (own - torch.tensor(seen))
                 if biases is not None:
-                    scores = scores + biases[h, [min(own - p, biases.shape[1] - 1) for p in seen]].double()
+                    of_head = biases[h] if biases.ndim == 2 else biases[r, i, h]
+                    scores = scores + of_head[[min(own - p, len(of_head) - 1) for p in seen]].double()
                 if sinks is not None:
                     scores = torch.cat([scores, sinks[h : h + 1].double()])
                 weights = scores.softmax(0)[: len(seen)]
@@ -92,6 +93,7 @@ RULES = {
     "sinks": {"sinks": True},
     "slopes": {"slopes": True},
     "biases": {"biases": True},
+    "biases of each query": {"biases": 4},
     "all": {"window": 6, "softcap": 2.0, "sinks": True, "slopes": True, "biases": True},
 }
 
@@ -100,14 +102,15 @@ def biases(heads: int, distances: int = 150) -> Tensor:
     return torch.randn(heads, distances, generator=torch.Generator().manual_seed(7))
 
 
-def rule_of(name: str, heads: int) -> dict:
+def rule_of(name: str, heads: int, rows: int = 4, tokens: int = 5) -> dict:
     rule = dict(RULES[name])
     if "sinks" in rule:
         rule["sinks"] = torch.randn(heads)
     if "slopes" in rule:
         rule["slopes"] = torch.rand(heads)
     if "biases" in rule:
-        rule["biases"] = biases(heads, 11)
+        own = rule["biases"] == 4
+        rule["biases"] = biases(rows * tokens * heads, 11).view(rows, tokens, heads, 11) if own else biases(heads, 11)
     return rule
 
 
@@ -121,7 +124,7 @@ def of_pairs(dtype: torch.dtype, otherwise: float) -> float:
 @pytest.mark.parametrize("name", RULES)
 def test_reference_equals_a_loop_over_positions(rows: list[tuple[int, int]], name: str) -> None:
     torch.manual_seed(0)
-    rule = rule_of(name, 6)
+    rule = rule_of(name, 6, len(rows), max(count for _, count in rows))
     k, v, all_k, all_v = filled(rows, 16 if "window" in rule else 32, 2, 8, 16, torch.float32)
     starts, counts = torch.tensor(rows).T
     q = torch.randn(len(rows), int(counts.max()), 6, 8)

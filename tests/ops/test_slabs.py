@@ -171,7 +171,7 @@ SPANS = [
 @pytest.mark.parametrize("spans", SPANS)
 def test_rows_attended_to_together_equal_a_loop_over_positions(name: str, spans: list[tuple[int, int]]) -> None:
     torch.manual_seed(0)
-    rule = rule_of(name, 6)
+    rule = rule_of(name, 6, len(spans), max(count for _, count in spans))
     all_k, all_v = ([torch.randn(sum(span), 2, dim) for span in spans] for dim in (8, 16))
     starts, counts = torch.tensor(spans).T
     q = torch.randn(len(spans), int(counts.max()), 6, 8)

@@ -55,6 +55,12 @@ SIZES = (
     "o_groups",
     "o_lora_rank",
     "shared_experts_intermediate_size",
+    "swa_num_attention_heads",
+    "swa_num_key_value_heads",
+    "swa_head_dim",
+    "sliding_window_size",
+    "d_rel",
+    "rel_extent",
 )
 LEARNED = ("biogpt", "gpt_neo", "opt")  # have a row of weights for each position
 ROPES = ("rope_parameters", "rope_scaling", "rope_theta")

@@ -22,6 +22,15 @@ def _zaya(**changes: Any) -> Any:
     return _config("ZayaConfig", **{**sizes, **changes})
 
 
+def _inkling(**changes: Any) -> Any:
+    sizes = {
+        "num_hidden_layers": 2, "head_dim": 16, "swa_head_dim": 8, "swa_num_attention_heads": 6, "d_rel": 4,
+        "swa_num_key_value_heads": 3, "sliding_window_size": 13, "moe_intermediate_size": 24, "n_routed_experts": 5,
+        "num_experts_per_tok": 2, "logits_mup_width_multiplier": 0.5, "route_scale": 1.5,
+    }  # fmt: skip
+    return _config("InklingTextConfig", **{**sizes, **changes})
+
+
 CASES = {
     "lfm2": partial(_config, "Lfm2Config", block_multiple_of=32),
     "lfm2-biased": partial(
@@ -52,6 +61,15 @@ CASES = {
     "lfm3-biased": partial(
         _config, "Lfm3Config", head_dim=12, num_key_value_heads=1, sliding_window=40, attention_bias=True,
         layer_types=["full_attention", "conv", "sliding_attention", "conv"],
+    ),
+    "inkling": partial(
+        _inkling, layer_types=["hybrid_sliding", "hybrid"], mlp_layer_types=["dense", "sparse"], rel_extent=40,
+    ),
+    "inkling-scaled": partial(
+        _inkling, num_hidden_layers=3, layer_types=["hybrid", "hybrid_sliding", "hybrid"], conv_kernel_size=3,
+        mlp_layer_types=["sparse", "dense", "sparse"], rel_extent=17, log_scaling_n_floor=20, vocab_size=104,
+        unpadded_vocab_size=99, num_key_value_heads=3, swa_num_attention_heads=4, swa_num_key_value_heads=4,
+        n_shared_experts=1,
     ),
     "zaya": partial(_zaya),
     "zaya-windows": partial(

@@ -102,6 +102,7 @@ FAMILIES = {
     "hy_v3": "hy_v3",
     "hy_v4": "hy_v4",
     "hyperclovax": "hyperclovax",
+    "inkling_text": "inkling",
     "internlm3": "llama",
     "iquestcoder": "llama",
     "jais2": "jais2",

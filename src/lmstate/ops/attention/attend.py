@@ -31,6 +31,7 @@ FEW = 16
 """New tokens of rows that are attended to at once under a mask, as many keys for each row as the longest one has."""
 SPARE = 1024
 """Positions that a row may hold less than another for nothing."""
+EVERY = slice(None)
 AT_ONCE = 1 << 26
 """Scores of rows that are attended to at once: 256 MiB, where they exist."""
 
@@ -59,8 +60,8 @@ def attend(
             return library.attention.attend(q, k, v, starts, counts, params, mask)
         blocks = []
         for first, block in zip(range(0, q.shape[1], MOST), q.split(MOST, dim=1)):
-            some = (counts - first).clamp(0, MOST)
-            blocks.append(library.attention.attend(block, k, v, starts + first, some, params, mask))
+            some, own = (counts - first).clamp(0, MOST), params.of(EVERY, slice(first, first + MOST))
+            blocks.append(library.attention.attend(block, k, v, starts + first, some, own, mask))
         return torch.cat(blocks, dim=1)
     if dispatch.gpu(q, k, v, params.sinks) and cuda.can_read(k, v) and params.biases is None:
         return cuda.attend(q, cast(SlabTable, k), cast(SlabTable, v), starts, counts, params, mask)
@@ -90,7 +91,8 @@ def attend_reference(
         start, count = spans[rows[0]]
         low = mask.first_visible(start)
         keys, values = (_span(x, rows, low, start + count, tracked) for x in (k, v))
-        y = attend_span(q[rows.start : rows.stop, :count], keys, values, start, low, params, mask)
+        some = slice(rows.start, rows.stop)
+        y = attend_span(q[some, :count], keys, values, start, low, params.of(some, slice(count)), mask)
         pieces.append(y if count == q.shape[1] else F.pad(y, (0, 0, 0, 0, 0, q.shape[1] - count)))
     if len(pieces) == 1:
         return pieces[0]
@@ -198,7 +200,8 @@ def attend_span(
         )
         visible = mask.visible(own, stored)
         keys, values = k[:, :, a - low : b - low], v[:, :, a - low : b - low]
-        blocks.append(params.softmax(q[:, :, first:last], keys, values, visible, own - stored))
+        of_block = params.of(EVERY, slice(first, last))
+        blocks.append(of_block.softmax(q[:, :, first:last], keys, values, visible, own - stored))
     return torch.cat(blocks, dim=2).transpose(1, 2).float()
 
 

@@ -74,7 +74,8 @@ def attend_quantized(
         blocks = []
         for first, block in zip(range(0, q.shape[1], most), q.split(most, dim=1)):
             some = (counts - first).clamp(0, most)
-            out = body.attend_quantized(block, None, None, kv, starts + first, some, params, mask, columns, dtype=dtype)
+            own = params.of(slice(None), slice(first, first + most))
+            out = body.attend_quantized(block, None, None, kv, starts + first, some, own, mask, columns, dtype=dtype)
             assert out is not None
             blocks.append(out)
         return torch.cat(blocks, dim=1)
@@ -180,7 +181,9 @@ def _attend_blocks(
             b = max(a, block)
             k = torch.cat([keys[:, :, a - low : b - low], floats[:, :, b - first : stop - first]], dim=2)
             v = values[:, :, a - low : stop - low]
-            pieces.append(attend_span(q[r : r + 1, position - start : stop - start], k, v, position, a, params, mask))
+            some = slice(position - start, stop - start)
+            own = params.of(slice(r, r + 1), some)
+            pieces.append(attend_span(q[r : r + 1, some], k, v, position, a, own, mask))
             position = stop
         out.append(torch.cat([*pieces, q.new_zeros(1, tokens - count, heads, dim_v)], dim=1))
     return torch.cat(out) if rows else q.new_zeros(0, tokens, heads, dim_v)

@@ -28,12 +28,10 @@ def attend_observed(
     if library is None or not library.attention.can_attend(q, k, v):
         slots = torch.arange(k.shape[2], device=k.device).expand(k.shape[:3])
         return attend_slots(q, k, v, slots, starts, counts, params, columns=columns)
-    out = [
-        library.attention.attend(
-            block, k, v, starts + first, (counts - first).clamp(0, OBSERVED), params, FULL_CAUSAL, columns
-        )
-        for first, block in zip(range(0, max(q.shape[1], 1), OBSERVED), q.split(OBSERVED, dim=1))
-    ]
+    out = []
+    for first, block in zip(range(0, max(q.shape[1], 1), OBSERVED), q.split(OBSERVED, dim=1)):
+        own, some = params.of(slice(None), slice(first, first + OBSERVED)), (counts - first).clamp(0, OBSERVED)
+        out.append(library.attention.attend(block, k, v, starts + first, some, own, FULL_CAUSAL, columns))
     return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
 
@@ -65,7 +63,8 @@ def attend_slots(
         for first in range(0, count, BLOCK):
             block = q[r, first : min(first + BLOCK, count)].float()  # [t, H, D]
             own = torch.arange(start + first, start + first + len(block), device=q.device)[:, None]  # [t, 1]
-            probs = _weights(block, keys, where, own, params, mask)  # [K, G, t, S]
+            of_block = params.of(slice(r, r + 1), slice(first, first + len(block)))
+            probs = _weights(block, keys, where, own, of_block, mask)  # [K, G, t, S]
             read = probs.flatten(1, 2) @ values  # [K, G * t, Dv]
             pieces.append(read.unflatten(1, probs.shape[1:3]).permute(2, 0, 1, 3).flatten(1, 2))  # [t, H, Dv]
             if columns is not None:

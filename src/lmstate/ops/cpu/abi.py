@@ -121,7 +121,7 @@ APPEND = CStruct(
 ATTEND = CStruct(
     "attend_args", "P q k v starts counts sinks slopes biases out columns ends k_table v_table",
     "q rows tokens heads kv_heads slots dim dim_v q_row q_token q_head k_row k_head k_slot v_row v_head v_slot",
-    "q table_row block planes kind window chunk threads distances",
+    "q table_row block planes kind window chunk threads distances bias_token",
     "d scale softcap",
 )  # fmt: skip
 ROTATE_ATTEND = CStruct("rotate_attend_args", ("q", ROPE), ("k", ROPE), ("append", APPEND), ("attend", ATTEND))

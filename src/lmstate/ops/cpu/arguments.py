@@ -126,16 +126,17 @@ def pack_attend(
     sums, ends = column_pointers(columns, k.shape[:3])
     k_table, v_table = table_pointers(k, v)
     table_row, block = table_shape(k)
+    biases, distances, bias_token = pack_biases(params, rows, tokens, heads)
     return abi.ATTEND.pack(
         q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), starts=starts.data_ptr(), counts=counts.data_ptr(),
         sinks=sinks_pointer(params, heads), slopes=slopes_pointer(params, heads),
-        biases=biases_pointer(params, heads), out=out.data_ptr(), columns=sums, ends=ends, k_table=k_table,
+        biases=biases, out=out.data_ptr(), columns=sums, ends=ends, k_table=k_table,
         v_table=v_table, rows=rows, tokens=tokens, heads=heads, kv_heads=kv_heads, slots=slots, dim=dim, dim_v=dim_v,
         q_row=q_row, q_token=q_token, q_head=q_head, k_row=k_row, k_head=k_head, k_slot=k_slot, v_row=v_row,
         v_head=v_head, v_slot=v_slot, table_row=table_row, block=block,
         planes=0 if columns is None else columns.sums.shape[2], kind=KINDS[k.dtype],
         window=mask.window or 0, chunk=mask.chunk or 0, threads=torch.get_num_threads(),
-        distances=0 if params.biases is None else params.biases.shape[1], scale=params.scale,
+        distances=distances, bias_token=bias_token, scale=params.scale,
         softcap=params.softcap or 0.0,
     )  # fmt: skip
 
@@ -173,10 +174,14 @@ def slopes_pointer(params: AttentionParams, heads: int) -> int:
     return 0 if params.slopes is None else float_pointer(params.slopes, "slopes", (heads,))
 
 
-def biases_pointer(params: AttentionParams, heads: int) -> int:
+def pack_biases(params: AttentionParams, rows: int, tokens: int, heads: int) -> tuple[int, int, int]:
+    """Address of the biases, number of their distances, and numbers from one token to the next."""
     if params.biases is None:
-        return 0
-    return float_pointer(params.biases, "biases", (heads, params.biases.shape[1]))
+        return 0, 0, 0
+    distances = params.biases.shape[-1]
+    if params.biases.ndim == 2:
+        return float_pointer(params.biases, "biases", (heads, distances)), distances, 0
+    return float_pointer(params.biases, "biases", (rows, tokens, heads, distances)), distances, heads * distances
 
 
 def check_appended(status: int, k_new: Tensor, k: Stored, starts: Tensor, counts: Tensor) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from lmstate.ops.cpu import abi
 from lmstate.ops.cpu.abi import KINDS, MAX_HEAD_DIM
 from lmstate.ops.cpu.arguments import (
-    biases_pointer,
     check_appended,
     check_attended,
     check_quantized_kv,
@@ -20,6 +19,7 @@ from lmstate.ops.cpu.arguments import (
     integers,
     pack_append,
     pack_attend,
+    pack_biases,
     pack_codes,
     pack_rope,
     sinks_pointer,
@@ -184,16 +184,17 @@ class AttentionBodies:
         ring, (k_row, k_head, k_slot) = (0, (0, 0, 0)) if tail is None else (tail.data_ptr(), tail.stride()[:3])
         (q_row, q_token, q_head), (sums, ends) = q.stride()[:3], column_pointers(columns, kv.k.shape[:3])
         (k_table, v_table), (table_row, block) = table_pointers(tail, None), table_shape(tail)
+        biases, distances, bias_token = pack_biases(params, rows, tokens, heads)
         attend = abi.ATTEND.pack(
             q=0 if out is None else q.data_ptr(), k=ring, v=0, starts=starts.data_ptr(), counts=counts.data_ptr(),
             sinks=sinks_pointer(params, heads), slopes=slopes_pointer(params, heads),
-            biases=biases_pointer(params, heads), out=0 if out is None else out.data_ptr(), columns=sums, ends=ends,
+            biases=biases, out=0 if out is None else out.data_ptr(), columns=sums, ends=ends,
             k_table=k_table, v_table=v_table, rows=rows, tokens=tokens, heads=heads, kv_heads=kv_heads, slots=slots,
             dim=dim, dim_v=dim_v, q_row=q_row, q_token=q_token, q_head=q_head, k_row=k_row, k_head=k_head,
             k_slot=k_slot, v_row=0, v_head=0, v_slot=0, table_row=table_row, block=block,
             planes=0 if columns is None else columns.sums.shape[2],
             kind=KINDS[dtype if tail is None else tail.dtype], window=mask.window or 0, chunk=mask.chunk or 0,
-            threads=torch.get_num_threads(), distances=0 if params.biases is None else params.biases.shape[1],
+            threads=torch.get_num_threads(), distances=distances, bias_token=bias_token,
             scale=params.scale, softcap=params.softcap or 0.0,
         )  # fmt: skip
         source_row, source_token, source_head = zip(strides_k, strides_v)

@@ -19,7 +19,7 @@ class AttentionParams(NamedTuple):
     `sinks`: float32 `[H]`, a logit a head that takes part in the softmax and has no value (GPT-OSS). `slopes`: float32
     `[H]`; a score loses a head's slope for each position between the key and the query (ALiBi, 2108.12409). `biases`:
     float32 `[H, M]`, added to the score of a key by its distance; one that lies M positions away or more has the last
-    (T5, 1910.10683).
+    (T5, 1910.10683). `[R, T, H, M]`: those of each query.
     """
 
     scale: float
@@ -37,6 +37,12 @@ class AttentionParams(NamedTuple):
     def reads_distance(self) -> bool:
         """Whether scores depend on how far a key is before its query."""
         return self.slopes is not None or self.biases is not None
+
+    def of(self, rows: slice, tokens: slice) -> AttentionParams:
+        """The same for some of the rows and some of their new tokens."""
+        if self.biases is None or self.biases.ndim == 2:
+            return self
+        return self._replace(biases=self.biases[rows, tokens].contiguous())
 
     def softmax(
         self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, distance: Tensor | None = None
@@ -84,8 +90,9 @@ class AttentionParams(NamedTuple):
             scores = scores - self.slopes.view(-1, 1, 1) * distance
         if self.biases is not None:
             assert distance is not None
-            heads = torch.arange(len(self.biases), device=scores.device).view(-1, 1, 1)
-            scores = scores + self.biases[heads, distance.clamp(0, self.biases.shape[1] - 1)]
+            near = distance.clamp(0, self.biases.shape[-1] - 1)
+            biases = self.biases[:, None] if self.biases.ndim == 2 else self.biases.transpose(1, 2)  # [.., H, T, M]
+            scores = scores + biases.expand(*scores.shape[:-1], -1).gather(-1, near.expand_as(scores))
         scores = scores.masked_fill(~visible, -torch.inf)
         if self.sinks is None:
             return scores.softmax(-1)

@@ -123,7 +123,7 @@ static __attribute__((noinline)) void run_queries(const attend_args *a, const at
         q[i] = queries_of_row + token * a->q_token + head * a->q_head;
         low[i] = low_of(a, start + token), end[i] = start + token + 1;
         slope[i] = a->slopes ? a->slopes[head] : 0;
-        bias[i] = a->biases ? a->biases + head * a->distances : NULL;
+        bias[i] = a->biases ? a->biases + (all->rows[r].first_token + token) * a->bias_token + head * a->distances : NULL;
         to[i] = part_at(a, all->parts, first_part + j + i);
         if (a->columns) {
           const int64_t query = query_number(a, all, r, token, head);

@@ -29,8 +29,8 @@ typedef struct {
   const int64_t *starts, *counts; /* [R] */
   const float *sinks;           /* [H], or null */
   const float *slopes;          /* [H], or null: what each position between a key and its query takes from their score */
-  const float *biases;          /* [H, distances], or null: what is added to the score of a key that lies so far before
-                                 * its query; one that lies farther has the last */
+  const float *biases;          /* [H, distances], of each token or of all, or null: what is added to the score of a key
+                                 * that lies so far before its query; one that lies farther has the last */
   float *out;                   /* [R, T, H, DV], contiguous */
   float *columns;               /* [R, K, planes, S], where the attention that slots receive is added; or null */
   const int64_t *ends;          /* [R]: the last plane is of the token before ends[r]; null: of the last of the call,
@@ -45,7 +45,7 @@ typedef struct {
   int64_t table_row, block;
   int64_t planes;               /* of the last tokens, one each; what comes before goes into the first */
   int64_t kind, window, chunk, threads; /* window, chunk: 0 where there is none */
-  int64_t distances;
+  int64_t distances, bias_token; /* bias_token: from the biases of a token to those of the next; 0: all have the same */
   double scale, softcap;        /* softcap: 0 where there is none */
 } attend_args;
 
