@@ -39,13 +39,16 @@ class LocalChannel:
         if method == "answer" and self.unreached:
             self.unreached -= 1
             raise Unreached("it was replaced")
-        self.taken += 1
-        tokens = 0
-        async for data in getattr(self.served, method)(told):
+        if method in self.hangs:
+            await asyncio.Event().wait()
+        self.taken += method != "views"
+        tokens, served = 0, self.served
+        async for data in getattr(served, method)(told):
+            self.calls[method] += 1
             if method == "answer":
                 tokens += sum(len(piece.tokens) for piece in unpack(data, WireNews).pieces)
-            if self.dead or 0 <= self.dies_after < tokens:
-                self.dead = True
+            self.dead = self.dead or 0 <= self.dies_after < tokens
+            if self.dead or served is not self.served:
                 raise ReplicaLost("it died")
             yield data
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 from lmstate.cli.app import app as commands
 from lmstate.engine import Engine
 from lmstate.files.private import private_file
+from tests.distributed.test_processes import followers
 from tests.serve.running import events, load_tiny, save_tiny
 from tests.waiting import wait_until
 
@@ -34,6 +36,7 @@ def free_port() -> int:
 
 
 def test_the_application_answers_as_one_engine_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replica runs over two processes, and is replaced as a whole when one of them is killed."""
     from lmstate.cluster import app
     from lmstate.cluster.ray_cluster import RayCluster
 
@@ -58,7 +61,8 @@ def test_the_application_answers_as_one_engine_does(tmp_path: Path, monkeypatch:
         several = AppSpec.of({**options, "max_replicas": 4})
         ServeDeploySchema.model_validate(serve_config(several))
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-        serve.run(app({**options, "memory": "100MB", "replicas": "1", "max_replicas": "2", "host": "127.0.0.1"}))
+        options |= {"memory": "100MB", "parallel": "2"}
+        serve.run(app({**options, "replicas": "1", "max_replicas": "2", "host": "127.0.0.1"}))
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
             body = {"prompt": "Hello", "max_tokens": 12}
             assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == expected
@@ -67,8 +71,14 @@ def test_the_application_answers_as_one_engine_does(tmp_path: Path, monkeypatch:
             assert client.get("/v1/models", headers={"host": "elsewhere.example"}).status_code == 403
             (replica,) = client.get("/v1/replicas").json()["data"]
             assert replica["rank"] == 0 and replica["takes"], "rank 1 does not run, and is not started by a look"
+            (other,) = followers(replica["pid"])
+            os.kill(other, signal.SIGKILL)
+            wait_until(lambda: not any(one["takes"] for one in client.get("/v1/replicas").json()["data"]))
+            assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == expected
+            (newer,) = client.get("/v1/replicas").json()["data"]
+            assert newer["rank"] == 0 and newer["pid"] != replica["pid"] and followers(newer["pid"])
         shown = CliRunner().invoke(commands, ["cluster", "status", "--url", f"http://127.0.0.1:{port}"])
-        assert shown.exit_code == 0 and str(replica["pid"]) in shown.output
+        assert shown.exit_code == 0 and str(newer["pid"]) in shown.output
         serve.shutdown()
     finally:
         ray.close()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import socket
+import tempfile
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Thread
 from time import monotonic
 from typing import Any
@@ -17,7 +19,7 @@ from typer.testing import CliRunner
 
 from lmstate.cli.app import app
 from lmstate.cluster import Cluster, deploy
-from lmstate.cluster.ray_cluster import AUTH_MODE, TOKEN_PATH, check_address, remove_folder
+from lmstate.cluster.ray_cluster import AUTH_MODE, TOKEN_PATH, check_address, make_folder, remove_folder
 from lmstate.cluster.replica import ReplicaSpec
 from lmstate.cluster.serving import FrontFiles
 from lmstate.errors import UnsupportedError
@@ -71,6 +73,16 @@ def test_processes_that_torchrun_started_start_no_replicas(monkeypatch: pytest.M
     ):
         result = CliRunner().invoke(app, command, env={"COLUMNS": "500"})
         assert result.exit_code == 2 and "run the command without torchrun" in result.output
+
+
+@pytest.mark.parametrize(("name", "inside"), [("short", True), ("as-long-as-those-of-a-mac-in-var-folders", False)])
+def test_the_folder_of_a_ray_has_a_short_name(name: str, inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with TemporaryDirectory(prefix="a", dir="/tmp") as above:
+        (place := Path(above, name)).mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(place))
+        made = make_folder()
+        assert (made.parent == place) == inside and len(str(made)) <= 42 and made.stat().st_mode & 0o077 == 0
+        made.rmdir()
 
 
 def test_a_folder_goes_that_ending_processes_still_write_to(tmp_path: Path) -> None:

@@ -227,6 +227,20 @@ def test_a_text_is_embedded_elsewhere_when_its_replica_hangs_or_has_ended() -> N
         assert torch.equal(vector.result(60), expected)
 
 
+def test_the_death_of_a_replica_without_answers_is_noticed_at_once() -> None:
+    """Ray holds what is sent to it until another process has its rank."""
+    model, ids = ours("llama"), prompt(60, 2)
+    with Engine(model) as alone, fleet(Engine(model), Engine(model)) as (cluster, channels):
+        for channel in channels:
+            channel.hangs.add("answer")
+        answer = cluster.front.submit(ids, **SHORT)
+        wait_until(lambda: sum(len(one._listeners) for one in cluster.front.remote()) == 1)
+        (held,) = (one.rank for one in cluster.front.remote() if one._listeners)
+        channels[1 - held].hangs.clear()
+        channels[held].dead = True
+        check(answer, alone.submit(ids, **SHORT))
+
+
 def test_few_texts_and_requests_wait_for_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmstate.cluster.front.MOST_WAITING", 2)
     model, ids = ours("llama"), prompt(60, 2)

@@ -20,7 +20,7 @@ from tests.audio.test_wav import wav
 from tests.cluster.helpers import LocalChannel, fleet
 from tests.serve.running import Running, events, load_tiny, running
 
-SOUND = wav(noise(2.4, seed=24))  # three windows
+SOUND = wav(noise(1.4, seed=14))  # two windows
 FILES = {"file": ("speech.wav", SOUND)}
 
 

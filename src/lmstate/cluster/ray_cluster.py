@@ -23,6 +23,7 @@ from time import monotonic, sleep
 from lmstate.files.private import private_file
 
 OBJECT_STORE = 100 * 2**20  # bytes; what we send is small, and Ray would take 30 % of the memory
+LONGEST_FOLDER = 42  # bytes of its name: those of sockets have up to 65 more
 REMOVE = 10.0  # seconds that ending processes may go on writing to their folder
 AUTH_MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 # Read by processes that send or receive calls: Ray would refuse messages of 4 MiB, as long prompts are.
@@ -79,6 +80,17 @@ def refuse_ranks() -> None:
         )
 
 
+def make_folder() -> Path:
+    """Make a folder for a Ray, that only its owner can enter.
+
+    Ray has sockets below it, whose names may have 107 bytes: where TMPDIR is long, as on a Mac, the folder is in /tmp.
+    """
+    prefix, place = "lmstate-ray-", Path(tempfile.gettempdir())
+    if len(os.fsencode(place / f"{prefix}12345678")) > LONGEST_FOLDER:
+        place = Path("/tmp")
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+
+
 class RayCluster:
     """A connection to Ray, the only one of a process."""
 
@@ -90,8 +102,7 @@ class RayCluster:
         os.environ.update(SETTINGS)
         if address is None:
             give_token()
-            # Short: the names of sockets below it may have 107 bytes. Only its owner can enter.
-            self._folder = Path(tempfile.mkdtemp(prefix="lmstate-ray-"))
+            self._folder = make_folder()
             # Ray registers the end of its processes after this, so that it runs before.
             atexit.register(remove_folder, self._folder)
         else:

@@ -40,7 +40,7 @@ from lmstate.state.media import Media
 from lmstate.vision.reader import PicturePrompt
 
 LOG = logging.getLogger(__name__)
-LOOK = 0.25  # seconds between two views of a replica
+LOOK = 0.25  # seconds between two tries to reach a replica
 QUIET = 3.0  # seconds without a view after which a replica gets no more requests
 SILENT = 20.0  # seconds without a view after which it is taken for lost
 CALL = 30.0  # seconds that a question may take
@@ -357,28 +357,57 @@ class RemoteReplica:
 
 
 async def watch(channel: Channel, loop: CallLoop, add: Callable[[RemoteReplica], object]) -> None:
-    """Look at the replica of a rank for ever; `add` each process that takes the place."""
-    replica: RemoteReplica | None = None
-    seen = asyncio.get_running_loop().time()
+    """Look at the replica of a rank for ever; `add` each process that takes the place.
+
+    Its views come in streams, which break at once when its process dies, also where it has no requests.
+    """
+    watched = Watched(channel, loop, add)
     while True:
+        views = channel.stream("views", b"")
         try:
-            async with asyncio.timeout(QUIET):
-                view = unpack(await channel.call("view", b""), WireView)
-                if replica is None or replica.lost or replica.id != view.id:
-                    facts = unpack(await channel.call("about", b""), WireFacts)
-                    before, replica = replica, RemoteReplica(channel, loop, facts, view)
-                    try:
-                        add(replica)
-                    finally:
-                        if before is not None:  # its answers go on at the new one
-                            before.lose(ReplicaLost(f"replica {before.id} was replaced"))
-            seen = asyncio.get_running_loop().time()
-            replica.see(view)
+            async with asyncio.timeout(QUIET) as limit:
+                async for data in views:
+                    await watched.seen(unpack(data, WireView))
+                    limit.reschedule(asyncio.get_running_loop().time() + QUIET)
+            continue  # the stream ended as it should
         except (ReplicaLost, TimeoutError) as error:
-            if replica is not None:
-                replica.see(None, quiet=True)
-                if asyncio.get_running_loop().time() - seen > SILENT:
-                    replica.lose(ReplicaLost(f"replica {replica.id} is silent: {error!r}"))
+            watched.missed(error)
         except ValueError as error:  # of another namespace
             LOG.error("a replica is not used: %s", error)
+        finally:
+            await views.aclose()
         await asyncio.sleep(LOOK)
+
+
+class Watched:
+    """The process that has a rank, as far as its views tell."""
+
+    def __init__(self, channel: Channel, loop: CallLoop, add: Callable[[RemoteReplica], object]) -> None:
+        self._channel, self._loop, self._add = channel, loop, add
+        self._replica: RemoteReplica | None = None
+        self._at = 0.0  # when there was a view
+        self._streams = False  # whether this stream of views had one
+
+    async def seen(self, view: WireView) -> None:
+        """Take a view. Raises ReplicaLost, and ValueError for a replica that is not added."""
+        replica = self._replica
+        if replica is None or replica.lost or replica.id != view.id:
+            facts = unpack(await self._channel.call("about", b""), WireFacts)
+            before, self._replica = replica, RemoteReplica(self._channel, self._loop, facts, view)
+            try:
+                self._add(self._replica)
+            finally:
+                if before is not None:  # its answers go on at the new one
+                    before.lose(ReplicaLost(f"replica {before.id} was replaced"))
+        assert self._replica is not None
+        self._at, self._streams = asyncio.get_running_loop().time(), True
+        self._replica.see(view)
+
+    def missed(self, error: ReplicaLost | TimeoutError) -> None:
+        """Note that a stream of views broke, or that none came in time."""
+        broke, self._streams = self._streams and isinstance(error, ReplicaLost), False
+        if (replica := self._replica) is None:
+            return
+        replica.see(None, quiet=True)
+        if broke or asyncio.get_running_loop().time() - self._at > SILENT:
+            replica.lose(ReplicaLost(f"replica {replica.id} is silent: {error!r}"))

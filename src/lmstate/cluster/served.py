@@ -45,6 +45,7 @@ from lmstate.generation.grammar import Grammar
 from lmstate.state.validate import token_ids
 
 STALLED = 60.0  # seconds without a token, while there is work, after which an engine is taken for dead
+LOOK, VIEWS = 0.25, 8  # seconds between two views of a stream, and their number
 EARLY = 1000  # requests whose notes are kept before they come
 DRAIN_BELOW = 600.0  # seconds that draining may be asked to wait
 
@@ -95,14 +96,20 @@ class ServedEngine:
             )
         )  # fmt: skip
 
-    async def view(self, told: bytes) -> bytes:
-        """`WireView`."""
+    async def views(self, told: bytes) -> AsyncIterator[bytes]:
+        """`WireView`s, the first at once, for a few seconds: Ray stops a replica once its streams have ended."""
+        for _ in range(VIEWS):
+            yield pack(self.view())
+            await asyncio.sleep(LOOK)
+
+    def view(self) -> WireView:
+        """The replica as it is now."""
         engine, takes = self.engine, self._takes
         try:
             engine.refuse_closed()
         except EngineClosed:
             takes = False
-        return pack(WireView(self.id, engine.load(), takes, engine.unstored, hit_rate(engine.stats())))
+        return WireView(self.id, engine.load(), takes, engine.unstored, hit_rate(engine.stats()))
 
     async def answer(self, told: bytes) -> AsyncIterator[bytes]:
         """`WireNews` of a `WireWork`, to the one with the outcome. Closing it cancels the request."""
