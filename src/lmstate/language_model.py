@@ -66,3 +66,11 @@ class LanguageModel(DescribedModel, Protocol):
         commit=False leaves the tokens pending.
         """
         ...
+
+    def follow(self, tokens: Any, state: State, most: int) -> tuple[list[list[int]], Tensor] | None:
+        """Extend the state by one token of a row, or none, and the likeliest ones behind it, `most` in all: pending.
+
+        Returns what each row read and logits float32 `[rows, T, V]`; None where that is not faster, and nothing
+        happened.
+        """
+        ...

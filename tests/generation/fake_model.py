@@ -169,6 +169,9 @@ class FakeModel:
                 out[row, at] = self._logits(held + list(new[: at + 1]))
         return out
 
+    def follow(self, tokens: list[list[int]], state: FakeState, most: int) -> None:
+        """It has no graphs."""
+
     def _logits(self, held: list[int]) -> Tensor:
         if not held:
             return torch.full((VOCAB,), float("nan"))

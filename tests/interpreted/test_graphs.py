@@ -17,6 +17,7 @@ from lmstate.checkpoints.open import open_source
 from lmstate.models.families import build
 from lmstate.ops.cuda.experts import ExpertTable
 from lmstate.ops.cuda.tables import StepBuffers
+from tests.followed import calls
 from tests.interpreted.standin import GraphDevice, interpreted_gpu
 from tests.other_device import DEVICE
 from tests.zoo import pair, text
@@ -73,6 +74,7 @@ CODED = [
     pytest.param(case, lmstate.kv.Quantized(bits), id=f"{case}-{bits} bits")
     for case, bits in (("llama", 8), ("gemma", 4))
 ]
+FOLLOWED = ("llama", "qwen3_next-dense", "falcon_h1", "rwkv", "lfm2", "gemma3n", "deepseek_v3", "mixtral")
 MIXED = lmstate.kv.PerLayer({0: lmstate.kv.Dense()}, default=lmstate.kv.Quantized(2))
 
 
@@ -94,15 +96,46 @@ def test_replayed_steps_have_the_bits_of_eager_ones(
             assert torch.equal(own.nan_to_num(7.0), other.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize(("case", "kv"), [("llama", None), ("gemma", MIXED)], ids=["floats", "2 bits"])
-def test_a_graph_reads_the_blocks_that_a_row_gets_later(
-    case: str, kv: Any, gpu: GraphDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("case", "kv"),
+    [("mamba2", None), ("gemma", MIXED), *(pytest.param(case, None, marks=pytest.mark.soak) for case in FOLLOWED)],
+)
+def test_tokens_that_follow_in_one_graph_are_those_of_steps_of_one(
+    case: str, kv: Any, gpu: GraphDevice, tmp_path: Path
 ) -> None:
-    model, found = model_of(case, tmp_path), []
+    """Ragged and idle rows, past the end of a block; the verdict of a prefix, and steps behind it."""
+    model, tokens = model_of(case, tmp_path), [[7], [9]]
+    with torch.no_grad():
+        own, other = model.new_state(2, kv=kv), model.new_state(2, kv=kv)
+        model([IDS[:62], IDS[:3]], own, logits="none")
+        for row in range(2):
+            other.restore(row, own.snapshot(row))
+        found = model.follow(tokens, own, 2)
+        recorded = len(gpu.recorded)
+        steps = calls(model, tokens, other, 2)
+        assert found is not None and recorded == 1
+        read, logits = found
+        assert own.pending == [2, 2] and [row[:1] for row in read] == tokens
+        own.commit([2, 1])
+        other.rewind(1, 4)
+        again = model.follow([[1], []], own, 3)  # from the end of a block on
+        assert again is not None and again[1].shape[1] == 2, "a graph holds a power of two"
+        steps_again = calls(model, [[1], []], other, 2)
+        own.commit()
+    with torch._C.DisableTorchFunction():
+        assert torch.equal(logits, torch.stack(steps, 1))
+        assert torch.equal(again[1][0], torch.stack(steps_again, 1)[0])
+    assert [own.tokens(row) for row in range(2)] == [other.tokens(row) for row in range(2)]
+
+
+def test_a_graph_reads_the_blocks_that_a_row_gets_later(
+    gpu: GraphDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, found = model_of("llama", tmp_path), []
     with torch.no_grad():
         for replays in (True, False):
             monkeypatch.setattr("lmstate.models.graphs.fuses", lambda replays=replays: replays)
-            state = model.new_state(kv=kv)
+            state = model.new_state()
             model([IDS[:62]], state, logits="none")
             found.append(torch.cat([model([[token]], state) for token in range(3)]))
     assert len(gpu.recorded) == 1

@@ -116,6 +116,17 @@ class RowPool(Generic[Owner]):
         assert out is not None
         return out
 
+    def follow(
+        self, tokens: Mapping[Owner, Sequence[int]], most: int
+    ) -> tuple[dict[Owner, list[int]], Tensor] | None:  # fmt: skip
+        """Have each of these owners' rows read its token and the likeliest ones behind it, at most `most`: pending.
+
+        Returns what each read, and logits as `step` does; None where the model does no such thing.
+        """
+        rows = [[] if owner is None else list(tokens.get(owner, ())) for owner in self._owners]
+        found = self._model.follow(rows, self._held, most)
+        return None if found is None else ({owner: found[0][self._row(owner)] for owner in tokens}, found[1])
+
     def accept(self, counts: Mapping[Owner, int]) -> None:
         """Keep the first tokens of each owner's row, of those that are pending."""
         try:

@@ -181,7 +181,7 @@ class Generation:
         return texts
 
     def _step(self) -> dict[int, list[str]]:
-        """One forward over the newest token of every active row and its draft."""
+        """One forward over the newest token of every active row and its draft, or over tokens that the model gives."""
         begin = perf_counter()
         full = [row for row in self._going if not self.state.step_room(row, 1)]
         if full:
@@ -193,25 +193,37 @@ class Generation:
             feed[row] = [*self._rows[row].feed, *draft.tokens]
         before = {row: len(self._rows[row].tokens) for row in drafts}
         ran = perf_counter()
-        if width == 1:
+        followed = self._followed(feed) if width == 1 else None
+        if width == 1 and followed is None:
             logits = self.model(feed, self.state)  # [R, V]
             assert logits is not None
             texts, accepted = self._choose(logits[:, None], drafts)
         else:
             try:
-                logits = self.model(feed, self.state, logits="all", commit=False)  # [R, T, V]
-                assert logits is not None
+                logits = self.model(feed, self.state, logits="all", commit=False) if followed is None else followed[1]
+                assert logits is not None  # [R, T, V]
+                if followed is not None:
+                    drafts = {row: Draft(tuple(followed[0][row][1:])) for row in drafts}
                 texts, accepted = self._choose(logits, drafts, verdict=True)
             except BaseException:
                 self.state.discard()  # of a signal between the two
                 raise
         if self._speculator is not None:
-            self._speculator.verified(drafts, accepted)
-            tokens = sum(map(len, feed))
-            self._speculator.measured(tokens, perf_counter() - ran, len(drafts), gained=sum(accepted.values()))
+            if followed is None:
+                self._speculator.verified(drafts, accepted)
+                tokens = sum(map(len, feed))
+                self._speculator.measured(tokens, perf_counter() - ran, len(drafts), gained=sum(accepted.values()))
             self._speculator.observe({row: self._rows[row].tokens[before[row] :] for row in self._going})
         self._seconds[1] += perf_counter() - begin
         return texts
+
+    def _followed(self, feed: list[list[int]]) -> tuple[list[list[int]], Tensor] | None:
+        """Several tokens of each active row in one go, if all rows take the likeliest ones."""
+        going = self._going
+        if not all(self._rows[row].plain for row in going):
+            return None
+        wanted = min(self.params.max_new_tokens - len(self._rows[row].tokens) for row in going)
+        return self.model.follow(feed, self.state, min(self.state.step_room(row, wanted) for row in going))
 
     def _drafts(self) -> dict[int, Draft]:
         """A draft for each active row, within what its answer and the state have room for."""

@@ -4,6 +4,8 @@ A graph is recorded at the first step of its key: how many rows, tokens and bloc
 and how layers store what they remember. It runs the blocks' own code on stand-ins of the layer states. These read
 blocks by tables of addresses, and carries from tensors that never move, which each step fills (`StepBuffers`). So a
 replay launches the kernels of an eager step, and gives its bits.
+
+A graph may also hold several steps of one token, each of which reads the likeliest token behind the step before it.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ from lmstate.state.layers.slots import SlotState
 from lmstate.state.step import DeviceStep
 
 MOST_ROWS, MOST_WIDTH = 64, 8
+MOST_LOGITS = 1 << 25
+"""Logits that steps of one graph give together."""
 FEWEST_ENTRIES = 8
 STORING: tuple[type, ...] = (AttentionState, QuantizedAttentionState, BlockState, LatentState)
 SCANNING: tuple[type, ...] = (RecurrentState, LastInputState)
@@ -77,6 +81,8 @@ class GraphedNetwork(Protocol):
 
     def stream(self, tokens: Tensor, step: Step, layers: Sequence[LayerState]) -> Tensor: ...
 
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
 
 class Key(NamedTuple):
     """Room of a graph, and the kinds of the layer states that it serves."""
@@ -85,6 +91,7 @@ class Key(NamedTuple):
     width: int
     entries: int
     kinds: tuple[Hashable, ...]
+    follows: bool = False  # whether each token but the first is the likeliest one behind the token before it
 
 
 class StepGraphs:
@@ -104,6 +111,24 @@ class StepGraphs:
         self, tokens: Tensor, step: Step, layers: Sequence[LayerState], keep: Sequence[int] | None
     ) -> Tensor | None:
         """The stream behind the blocks of a step, as `Network.stream` gives it; None where no graph runs it."""
+        x = self._run(tokens, step, layers, False)
+        return x if x is None or keep is None else ops.last_tokens(x, step.counts, keep)
+
+    def follow(
+        self, tokens: Tensor, step: Step, layers: Sequence[LayerState]
+    ) -> tuple[list[list[int]], Tensor] | None:  # fmt: skip
+        """Run T steps of one token each in one replay: tokens int64 `[R, 1]`, and then the likeliest ones.
+
+        Returns the T tokens that each row read, and logits float32 `[R, T, V]`; None where no graph runs it. A row of
+        `step` brings T tokens or none.
+        """
+        logits = self._run(tokens, step, layers, True)
+        if logits is None:
+            return None
+        later = ops.argmax(logits[:, :-1].flatten(0, 1))[1].view(step.rows, -1).tolist()
+        return [own + more for own, more in zip(tokens.tolist(), later)], logits
+
+    def _run(self, tokens: Tensor, step: Step, layers: Sequence[LayerState], follows: bool) -> Tensor | None:
         if not self._takes(step, layers):
             return None
         leaves = [leaf for layer in layers for leaf in layer.leaves()]
@@ -111,9 +136,9 @@ class StepGraphs:
         if None in kinds:
             return None
         blocks = -(-step.longest // BLOCK_TOKENS)
-        key = Key(power(step.rows), power(step.width), power(blocks, FEWEST_ENTRIES), kinds)
+        key = Key(power(step.rows), power(step.width), power(blocks, FEWEST_ENTRIES), kinds, follows)
         scans = [leaf.single_scan_carry(step) for leaf in leaves if isinstance(leaf, RecurrentState)]
-        if any(carry is None for carry in scans):  # a checkpoint is inside the step
+        if any(carry is None for carry in scans):  # a checkpoint lies inside the step
             return None
         if torch.is_grad_enabled() and _is_tracked(leaves, cast(Scans, scans)):
             return None
@@ -125,10 +150,7 @@ class StepGraphs:
                 graph = self._made[key]
             else:
                 graph = self._recorded(key, tokens, step, layers, cast(Scans, scans))
-            if graph is None:
-                return None
-            x = graph.run(tokens, step, leaves, cast(Scans, scans))
-        return x if keep is None else ops.last_tokens(x, step.counts, keep)
+            return None if graph is None else graph.run(tokens, step, leaves, cast(Scans, scans))
 
     def _takes(self, step: Step, layers: Sequence[LayerState]) -> bool:
         network = self._network
@@ -191,7 +213,7 @@ class StepGraph:
         device = network.device
         leaves = [leaf for layer in layers for leaf in layer.leaves()]
         count = sum(len(leaf.buffers) for leaf in stores_of(leaves))
-        self.buffers = StepBuffers(key.rows, key.width, count, key.entries, device)
+        self.buffers = StepBuffers(key.rows, 1 if key.follows else key.width, count, key.entries, device)
         layout = Layout(key.rows, device, torch.float32, capacity=1, rewind=0, chunk=key.width, static=True)
         self.layers = new_layers(network.blocks, [_layout_like(layer, layout) for layer in layers])
         own = [leaf for layer in self.layers for leaf in layer.leaves()]
@@ -221,23 +243,25 @@ class StepGraph:
                 arrays.append(table.address_array())
         # np.asarray: ids of the host, or those of a device, which it waits for.
         self.buffers.send(np.asarray(tokens.cpu()), step.starts, step.counts, arrays)
-        into = [part[: step.rows] for leaf in self.scanning for part in leaf.carry]
+        into = [part[: step.rows] for part in self._carries("carry")]
         if into:
             torch._foreach_copy_(into, [part for carry in scans for part in carry])
 
     def record(self) -> None:
-        self._forward()  # compiles the kernels
-        self._replay, self.out = record(self._forward, self.network.device)
+        forward = self._followed if self.key.follows else self._forward
+        forward()  # compiles the kernels
+        self._replay, (self.out, self.inputs) = record(forward, self.network.device)
 
     def run(self, tokens: Tensor, step: Step, leaves: Sequence[LayerState], scans: Scans) -> Tensor:
-        """The stream behind the blocks, float32 `[R, T, E]`; recurrent layers are told what was scanned."""
+        """The stream behind the blocks, float32 `[R, T, E]`, or logits where tokens follow; recurrent layers are told
+        what was scanned."""
         assert self._replay is not None
         self.fill(tokens, step, leaves, scans)
         self._replay()
         rows, width = step.rows, step.width
         results = [self.out[:rows, :width]]
-        for stand_in in self.scanning:
-            results += [stand_in.step_inputs[:rows, :width], *(part[:rows] for part in stand_in.next_carry)]
+        for stand_in, inputs in zip(self.scanning, self.inputs):
+            results += [inputs[:rows, :width], *(part[:rows] for part in stand_in.next_carry)]
         own = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in results]
         torch._foreach_copy_(own, results)
         x, *rest = own
@@ -248,10 +272,37 @@ class StepGraph:
                 leaf.record(step, step.packed(inputs), tuple(next(parts) for _ in leaf.carry))
         return x
 
-    def _forward(self) -> Tensor:
+    def _forward(self) -> tuple[Tensor, list[Tensor]]:
+        """The stream, and the inputs of recurrent layers."""
         buffers = self.buffers
         step = DeviceStep.at(buffers.starts, buffers.counts, self.key.width)
-        return self.network.stream(buffers.tokens, step, self.layers)
+        out = self.network.stream(buffers.tokens, step, self.layers)
+        return out, [leaf.step_inputs for leaf in self.scanning]
+
+    def _followed(self) -> tuple[Tensor, list[Tensor]]:
+        """The logits float32 `[R, T, V]` of steps that read what the step before gave, and inputs as in `_forward`."""
+        buffers, tokens = self.buffers, self.buffers.tokens
+        logits: list[Tensor] = []
+        inputs: list[list[Tensor]] = [[] for _ in self.scanning]
+        for at in range(self.key.width):
+            if at:
+                if self.scanning:
+                    torch._foreach_copy_(self._carries("carry"), self._carries("next_carry"))
+                tokens = ops.argmax(logits[-1])[1][:, None]
+            step = DeviceStep.at(buffers.starts + at, buffers.counts.clamp(max=1), 1)
+            x = self.network.stream(tokens, step, self.layers)
+            logits.append(self.network.logits(x[:, 0]))
+            for leaf, own in zip(self.scanning, inputs):
+                own.append(leaf.step_inputs[:, :1].clone())
+        return torch.stack(logits, 1), [torch.cat(own, 1) for own in inputs]
+
+    def _carries(self, name: str) -> list[Tensor]:
+        return [part for leaf in self.scanning for part in getattr(leaf, name)]
+
+
+def widest_run(rows: int, vocab_size: int) -> int:
+    """The most steps of one token that a graph of this number of rows holds."""
+    return min(MOST_WIDTH, MOST_LOGITS // max(1, power(rows) * vocab_size)) if rows <= MOST_ROWS else 1
 
 
 class Addressed(BlockStore):

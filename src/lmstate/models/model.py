@@ -19,6 +19,7 @@ from lmstate.models.block import Block as Block  # families name the two togethe
 from lmstate.models.compiled import device_logits
 from lmstate.models.embeddings import embeddings
 from lmstate.models.forward import Forward, Head, Keep, Run
+from lmstate.models.graphs import widest_run
 from lmstate.models.heads.ahead import draft_ahead
 from lmstate.models.network import in_blocks
 from lmstate.models.stack import run_eager, run_tapped
@@ -298,6 +299,37 @@ class Model(ModelStates):
         out = device_logits(hidden, partial(in_blocks, network.logits), step, room, logits)
         state.record_device_step(tokens.clone(), None if counts is None else counts.clone(), out)
         return out
+
+    @ordinary_tensors
+    def follow(self, tokens: Tokens, state: State, most: int) -> tuple[list[list[int]], Tensor] | None:
+        """Extend the state by a token of each row, or none, and by the likeliest tokens behind it, in one go.
+
+        Returns the tokens that each row read, T of them, at most `most`, and logits float32 `[rows, T, V]`: those of
+        calls with one token after another, bit for bit. They await the verdict of `state.commit`, as a draft does. None
+        where no graph of the GPU holds several steps; nothing happened then. Raises the errors of a call.
+        """
+        ids = token_rows(tokens, self.config.vocab_size)
+        most = min(most, widest_run(len(ids), self.config.vocab_size))
+        if most < 2 or self.device.type != "cuda" or max(map(len, ids), default=0) != 1 or state.layout.static:
+            return None
+        self._refuse_other(state)
+        self._catch_up(state, ids, "all")
+        given = torch.tensor([row or [0] for row in ids], dtype=torch.int64)
+        while most > 1:
+            most = 1 << (most.bit_length() - 1)  # a graph has a power of two
+            step = state.plan([row * most for row in ids], speculative=True)
+            try:
+                found = self.network.graphs.follow(given, step, state.layers)
+                if found is not None:
+                    read = [own if row else [] for own, row in zip(found[0], ids)]
+                    state.record_logits(found[1], ids=read)
+                    return read, found[1]
+            except BaseException:
+                state.discard()
+                raise
+            state.discard()
+            most //= 2  # a shorter run may end at a checkpoint
+        return None
 
     # ---- drafts of its own heads
 

@@ -127,11 +127,14 @@ class SteppedRows(HeldRows):
         assert self._pending is not None, "nothing was planned"
         return self._pending
 
-    def record_logits(self, logits: Tensor | None, kept: Sequence[int] | None = None) -> None:
+    def record_logits(
+        self, logits: Tensor | None, kept: Sequence[int] | None = None, ids: list[list[int]] | None = None
+    ) -> None:
         """The planned step's forward is done; its logits are `[R, T, V]`, `[R, V]` of the last tokens, or `[R, K, V]`
-        of the last `kept[r]` of each row."""
+        of the last `kept[r]` of each row. ids: its tokens, where the forward chose them."""
         assert self._pending is not None
-        self._pending = Pending(self._pending.step, self._pending.ids, logits, kept, ready=True)
+        ids = self._pending.ids if ids is None else ids
+        self._pending = Pending(self._pending.step, ids, logits, kept, ready=True)
 
     def last_logits(self) -> list[Tensor | None]:
         """Of each row: float32 `[V]` after its last committed token, where known."""
