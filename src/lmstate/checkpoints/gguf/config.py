@@ -286,12 +286,12 @@ def _located(
         if "{each}" not in outside:
             yield outside, TensorLocation(place, change=_change(arch, outside))
             return
-        if len(place.shape) != 3 or place.shape[0] > MOST_STACKED:
-            raise ModelError(f"{where}: tensor {name!r} has the shape {place.shape}, not a few matrices")
-        for each in range(place.shape[0]):
-            yield outside.format(each=each), TensorLocation(place, each)
+        yield from _few(outside, name, place, where)
         return
     full = f"{arch.layers}.{match[1]}.{inside}"
+    if "{each}" in full:
+        yield from _few(full, name, place, where)
+        return
     if "{qkv}" in full:
         yield from _qkv(full, name, place, config, where)
         return
@@ -309,6 +309,14 @@ def _located(
         raise ModelError(f"{where}: tensor {name!r} has the shape {place.shape}, not one matrix per expert")
     for expert in range(place.shape[0]):
         yield full.format(expert=expert), TensorLocation(place, expert)
+
+
+def _few(full: str, name: str, place: TensorPlace, where: str) -> Iterator[tuple[str, TensorLocation]]:
+    """Each matrix of a tensor that holds a few."""
+    if len(place.shape) != 3 or place.shape[0] > MOST_STACKED:
+        raise ModelError(f"{where}: tensor {name!r} has the shape {place.shape}, not a few matrices")
+    for each in range(place.shape[0]):
+        yield full.format(each=each), TensorLocation(place, each)
 
 
 def _qkv(

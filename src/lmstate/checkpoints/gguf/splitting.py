@@ -139,7 +139,7 @@ SPLITTINGS = {
     "qwen35": Splitting((_QWEN35,), compose=True),
     "exaone-moe": Splitting((_EXAONE_MOE,)),
     "seed-coder": Splitting((_SEED,)),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), Splitting((_GPT4O,))),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2", "inkling"), Splitting((_GPT4O,))),
     "granite-embed-multi-97m": Splitting((_GPT4O,), whole_words=True),
     **dict.fromkeys(("tiny_aya", "cohere2moe"), Splitting((_THOUSANDS, _GPT4O_DIGITS))),
     "superbpe": Splitting((r"\p{N}+", _THOUSANDS)),

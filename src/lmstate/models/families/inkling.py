@@ -159,8 +159,10 @@ def _mixture(w: WeightLoader, prefix: str, shape: b.Dims, width: int, act: str) 
     config, count = w.config, b.expert_count(w.config)
     always, hidden = config.int("n_shared_experts", low=1, high=b.MAX_SIZE), shape.hidden
     shared = [f"{prefix}.shared_experts.{part}_proj" for part in ("gate", "up", "down")]
+    stacked = w.has(shared[0])  # else each is one of its own, as in GGUF
     for name, size in zip(shared, ((width, hidden), (width, hidden), (hidden, width))):
-        w.expect(name, (always, *size))
+        if stacked:
+            w.expect(name, (always, *size))
 
     def common(index: int) -> MLP:
         gate, up, down = shared
@@ -175,7 +177,16 @@ def _mixture(w: WeightLoader, prefix: str, shape: b.Dims, width: int, act: str) 
         b.top_k(config, count),
         always,
         w.tensor(f"{prefix}.gate.e_score_correction_bias", (count,)),
-        config.float("route_scale", low=0.0) * float(w.tensor(f"{prefix}.gate.global_scale", (1,))),
+        config.float("route_scale", low=0.0) * float(w.tensor(_factor(w, prefix), (1,))),
     )
+    if not stacked:
+        always_used = b.experts(w, f"{prefix}.shared_experts", always, hidden, width, act)
+    else:
+        always_used = [common(index) for index in range(always)]
     routed = b.experts(w, f"{prefix}.experts", count, hidden, width, act)
-    return MixtureOfExperts(router, [*routed, *(common(index) for index in range(always))])
+    return MixtureOfExperts(router, [*routed, *always_used])
+
+
+def _factor(w: WeightLoader, prefix: str) -> str:
+    """The name of the factor of a feed-forward part's output; experts have it in their router, but not in GGUF."""
+    return b.first_present(w, f"{prefix}.gate.global_scale", f"{prefix}.global_scale")

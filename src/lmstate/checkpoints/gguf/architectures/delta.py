@@ -16,7 +16,9 @@ from lmstate.checkpoints.gguf.architecture import (
     HFConfig,
     Spans,
     Tensors,
+    layer_kinds,
 )
+from lmstate.checkpoints.gguf.architectures.moe import CORRECTION, SPARSE
 from lmstate.errors import ModelError
 
 QWEN = {
@@ -81,6 +83,7 @@ LFM2 = {
     "ffn_up_exps": "feed_forward.experts.{expert}.w3",
     "ffn_down_exps": "feed_forward.experts.{expert}.w2",
 }
+FULL, SLIDING = "full_attention", "sliding_attention"
 LFM2_OUTSIDE = {**OUTSIDE, "token_embd_norm.weight": "model.embedding_norm.weight"}
 
 
@@ -132,6 +135,41 @@ def _experts(metadata: Config, prefix: str, config: HFConfig) -> None:
         config["moe_intermediate_size"] = metadata.int(f"{prefix}.expert_feed_forward_length", 1, MOST_WIDTH)
 
 
+def _inkling(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    _experts(metadata, prefix, config)
+    layers, heads, dim = (config[name] for name in ("num_hidden_layers", "num_attention_heads", "head_dim"))
+    kinds = layer_kinds(metadata, prefix, layers)
+    kv_heads = metadata.ints(f"{prefix}.attention.head_count_kv", layers, 1, MOST_WIDTH)
+    if kinds is None:
+        raise ModelError(f"{metadata.where} does not list which of its layers have a window; it is incomplete")
+    counts = {kind: {count for count, own in zip(kv_heads, kinds) if own == kind} for kind in (FULL, SLIDING)}
+    if any(len(found) > 1 for found in counts.values()):
+        raise ModelError(f"{metadata.where} has other numbers of key heads in layers that are alike: {kv_heads}")
+    dense = metadata.int(f"{prefix}.dense_block_count", 0, layers, default=0)
+    window = metadata.int(f"{prefix}.attention.sliding_window", 1)
+    if metadata.int(f"{prefix}.rel_extent_swa", 1, default=window) != window:
+        raise ModelError(f"{metadata.where} weighs keys in a window of {window} by other distances than these")
+    config |= {
+        "n_routed_experts": config["num_experts"],
+        "n_shared_experts": metadata.int(f"{prefix}.expert_shared_count", 1, MOST_WIDTH),
+        "route_scale": metadata.float(f"{prefix}.expert_weights_scale", 0.0),
+        "layer_types": ["hybrid_sliding" if kind == SLIDING else "hybrid" for kind in kinds],
+        "mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(layers)],
+        "num_key_value_heads": max(counts[FULL], default=heads),
+        "swa_num_attention_heads": heads,
+        "swa_num_key_value_heads": max(counts[SLIDING], default=heads),
+        "swa_head_dim": dim,
+        "sliding_window_size": window,
+        "d_rel": metadata.int(f"{prefix}.d_rel", 1, MOST_WIDTH),
+        "rel_extent": metadata.int(f"{prefix}.rel_extent", 1, MOST_WIDTH),
+        "conv_kernel_size": metadata.int(f"{prefix}.shortconv_kernel", 1, 256),
+        "logits_mup_width_multiplier": metadata.float(f"{prefix}.logit_scale_denom", 1e-6, 1e6),
+        "log_scaling_n_floor": metadata.int(f"{prefix}.log_scaling_n_floor", 0, default=0) or None,
+        "log_scaling_alpha": metadata.float(f"{prefix}.log_scaling_alpha", 0.0, 1e6, default=0.1),
+        "unpadded_vocab_size": metadata.int(f"{prefix}.unpadded_vocab_size", 1, config["vocab_size"], default=None),
+    }
+
+
 DELTAS = {
     "qwen3next": Architecture(
         "qwen3_next", "Qwen3NextForCausalLM", QWEN, whole=QWEN_WHOLE, changed=QWEN_CHANGES, extra=_qwen_config
@@ -143,6 +181,28 @@ DELTAS = {
     "qwen35moe": Architecture(
         "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", QWEN, whole=QWEN_WHOLE, changed=QWEN_CHANGES, tiled=QWEN3_5_TILED,
         extra=_qwen3_5_config,
+    ),
+    "inkling": Architecture(
+        "inkling_text",
+        "InklingForCausalLM",
+        {
+            **SPARSE,
+            **MLP,
+            **HEAD_NORMS,
+            "attn_r": "self_attn.r_proj",
+            **{f"shortconv_{part}": f"self_attn.{part}_sconv.conv1d" for part in "kv"},
+            **{f"shortconv_{part}": f"{part}_sconv.conv1d" for part in ("attn", "mlp")},
+            **{f"ffn_{part}_shexp": f"mlp.shared_experts.{{each}}.{part}_proj" for part in ("gate", "up", "down")},
+        },
+        whole={
+            **CORRECTION,
+            "attn_rel_proj.weight": "self_attn.rel_logits_proj.proj",
+            "ffn_gscale.weight": "mlp.global_scale",
+        },
+        outside={**OUTSIDE, "token_embd_norm.weight": "model.embed_tokens.embed_norm.weight"},
+        changed={"conv1d.weight": "convolution"},
+        varied=True,
+        extra=_inkling,
     ),
     "lfm2": Architecture(
         "lfm2", "Lfm2ForCausalLM", LFM2, outside=LFM2_OUTSIDE, changed={"conv.conv.weight": "convolution"},
