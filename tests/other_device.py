@@ -9,6 +9,7 @@ processor that asks for the address of a marked one.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -68,6 +69,8 @@ class PretendedDevice(TorchFunctionMode):
         super().__init__()
         self.moves: list[tuple[torch.device, torch.device, torch.Size]] = []
         """Of every copy of floats `[R, T, E]` between devices: from, to, shape."""
+        self.sent: Counter[tuple[torch.device, torch.device]] = Counter()
+        """Bytes that were copied from a device to another one, however they are shaped."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -119,6 +122,8 @@ class PretendedDevice(TorchFunctionMode):
         out = Tensor.to(x, *rest, **kwargs) if rest or kwargs else x
         if place != places[0] and x.ndim == 3 and x.is_floating_point():
             self.moves.append((places[0], place, x.shape))
+        if place != places[0]:
+            self.sent[places[0], place] += x.nbytes
         return _mark(out.clone() if place != places[0] and out is x else out, place)
 
 

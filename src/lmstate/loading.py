@@ -45,7 +45,9 @@ def load(
     else in float32.
     dtype: of stored keys and values and of large products; float32 for float32 weights, else bfloat16.
     device: the CPU unless given. Several devices share the model's blocks by bytes (`["cuda:0", "cuda:1"]`) or as given
-    (`{"cuda:0": 20, "cpu": 12}`); "auto" fills the GPUs and leaves the rest to the CPU. See docs/devices.md.
+    (`{"cuda:0": 20, "cpu": 12}`); "auto" fills the GPUs and leaves the rest to the CPU. `{"cuda:0": 20, "offload": 12}`
+    keeps the weights of the last 12 blocks in host memory, and brings them to the GPU for each step. See
+    docs/devices.md.
     trainable: True for a model of which every weight is a parameter; "lora" for one of which an adapter is, described
     by `lora`, over weights of any storage. A config of `lmstate.training` trains an adapter of its kind, "adapter" the
     one in the folder `adapter`.
@@ -81,7 +83,7 @@ def load(
     if context_size is not None and whole_number(context_size, "context_size") < 1:
         raise ValueError(f"context_size={context_size} was asked for; give 1 token or more")
     own = heads if isinstance(heads, bool) else False
-    if placement.spreads and adapted:
+    if (placement.spreads or placement.offloaded) and adapted:
         raise ModelError(
             f"load(device={device!r}) was asked for with training or an adapter, which take one device: name one"
         )

@@ -13,7 +13,10 @@ from lmstate.errors import ModelError
 
 Devices: TypeAlias = str | int | torch.device | Sequence[str | torch.device] | Mapping[str | torch.device, int]
 """One device, several, several with their numbers of blocks, or "auto"; a string may hold each of these: "cuda:0",
-"cuda:0,cuda:1", "cuda:0=20,cpu=12", "auto"."""
+"cuda:0,cuda:1", "cuda:0=20,cpu=12", "auto". With numbers of blocks, "offload" behind a GPU names blocks of that GPU
+whose weights are in host memory."""
+
+OFFLOAD = "offload"
 
 RESERVED = 0.1  # of the free memory of a GPU: activations and workspaces of its libraries
 
@@ -33,11 +36,13 @@ class DevicePlacement:
 
     counts: the blocks of each. room: the free bytes of each, None for one that takes the rest; the first devices are
     then filled, and the others are left out. Neither: every device gets blocks, so that the largest share is smallest.
+    offloaded: the blocks whose weights are in host memory, and come to their device for each step.
     """
 
     devices: tuple[torch.device, ...]
     counts: tuple[int, ...] | None = None
     room: tuple[int | None, ...] | None = None
+    offloaded: range = range(0)
 
     @staticmethod
     def of(asked: Devices | DevicePlacement | None) -> DevicePlacement:
@@ -65,11 +70,22 @@ class DevicePlacement:
                 raise ValueError(
                     f"load(device={asked!r}) was asked for; give each device 1 block or more, a whole number"
                 )
+        offloaded = range(0)
+        if OFFLOAD in names:
+            at = names.index(OFFLOAD)
+            if counts is None or not at or names.count(OFFLOAD) > 1 or torch.device(names[at - 1]).type == "cpu":
+                raise ValueError(
+                    f"load(device={asked!r}) was asked for; offload stands once, behind a GPU that computes its "
+                    'blocks, with numbers of blocks for both: {"cuda:0": 20, "offload": 12}'
+                )
+            offloaded = range(sum(counts[:at]), sum(counts[: at + 1]))
+            counts[at - 1] += counts.pop(at)
+            names.pop(at)
         devices = tuple(map(checked_device, names))
         for device in devices:
             if devices.count(device) > 1:
                 raise ValueError(f"load(device={asked!r}) was asked for; it names {device} twice, name it once")
-        return DevicePlacement(devices, None if counts is None else tuple(counts))
+        return DevicePlacement(devices, None if counts is None else tuple(counts), offloaded=offloaded)
 
     @property
     def spreads(self) -> bool:

@@ -144,7 +144,8 @@ def _measured(
     totals = model.weight_totals
     return BenchResult(
         name, model.config.family, totals.parameters, dict(totals.nbytes), state.lengths[0],
-        sum(state.memory().values()), torch.get_num_threads(), told_devices(model.devices), tuple(timings),
+        sum(state.memory().values()), torch.get_num_threads(),
+        told_devices(model.devices, model.network.offloaded), tuple(timings),
     )  # fmt: skip
 
 

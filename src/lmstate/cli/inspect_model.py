@@ -31,7 +31,10 @@ def model_rows(model: Model) -> list[tuple[str, str]]:
         ("vocabulary", f"{config.vocab_size:,}"),
         ("context", told_context(config, model.context_size)),
         ("weights", _weights(totals.nbytes)),
-        ("computes in", f"{str(model.dtype).removeprefix('torch.')} on {told_devices(model.devices)}"),
+        (
+            "computes in",
+            f"{str(model.dtype).removeprefix('torch.')} on {told_devices(model.devices, model.network.offloaded)}",
+        ),
         ("suggested sampling", _sampling(model)),
         *([] if model.commit is None else [("commit", model.commit)]),
         *(("note", note) for note in model.notes),

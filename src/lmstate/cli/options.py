@@ -164,7 +164,8 @@ Device = Annotated[
     typer.Option(
         "--device", metavar="cpu|cuda|auto|DEVICE=BLOCKS,...",
         help="Where the model runs, as torch names it; by default the CPU. Several share its blocks: cuda:0,cuda:1 by "
-        "bytes, cuda:0=20,cpu=12 as given; auto fills the GPUs first.",
+        "bytes, cuda:0=20,cpu=12 as given; auto fills the GPUs first. cuda:0=20,offload=12 keeps weights of 12 in host "
+        "memory.",
     ),
 ]  # fmt: skip
 

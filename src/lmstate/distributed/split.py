@@ -12,7 +12,7 @@ ranks add what they get. That is half of the exchanges, and other bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeAlias
 
@@ -24,12 +24,10 @@ from lmstate.models.block import Block
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.gated_delta_net import GatedDelta, LowRankProjection
-from lmstate.models.layers.mamba import Mamba
+from lmstate.models.layers.in_states import beside_states, read_by_state
 from lmstate.models.layers.mamba2 import Mamba2
 from lmstate.models.layers.mlp import MLP
 from lmstate.models.layers.moe import MixtureOfExperts, Router
-from lmstate.models.layers.rg_lru import RecurrentBlock
-from lmstate.models.layers.rwkv import TimeMix
 from lmstate.models.mapped import mapped
 from lmstate.models.model import Model
 from lmstate.ops import Norm, Sublayer, Weight
@@ -40,13 +38,6 @@ from lmstate.ops.weights.split import Gathering, PartWeight, SplitWeight, Summed
 ParallelMode: TypeAlias = Literal["exact", "sum"]
 LayerCuts = tuple[LayerCut, ...]
 """The cut of the state of each layer."""
-READ_BY_STATES: dict[type, tuple[str, ...]] = {
-    Mamba: ("select", "dt_project"),
-    RecurrentBlock: ("gates",),
-    TimeMix: ("key", "value", "receptance"),
-}
-"""Weights that layers multiply by inside their states, which compute on each rank alone when a draft is accepted in
-part: they stay whole."""
 SPAN = 4
 """Outputs of a float matrix that native bodies read together."""
 
@@ -97,10 +88,8 @@ class Splitter:
             return self.experts(thing)
         if isinstance(thing, Weight):
             return self.outputs(thing)
-        if (whole := READ_BY_STATES.get(type(thing))) is not None:
-            parts = {each.name: getattr(thing, each.name) for each in fields(thing) if each.name not in whole}
-            return replace(thing, **{name: mapped(part, self.part) for name, part in parts.items()})
-        return thing
+        # States compute on each rank alone, so what they read stays whole.
+        return beside_states(thing, self.part) if read_by_state(thing) else thing
 
     def outputs(self, weight: Weight, inputs: Sequence[int] | None = None) -> Weight:
         """A share of the outputs of a weight, in blocks as they are stored; the weight where these are too few.

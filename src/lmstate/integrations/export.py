@@ -54,6 +54,7 @@ class ExportedStep(nn.Module):
         check_static(
             capacity,
             devices=network.devices,
+            offloads=bool(network.offloaded),
             max_positions=network.max_positions,
             dynamic_ropes=network.dynamic_ropes,
         )

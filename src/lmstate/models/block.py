@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from lmstate.models.layers.base import FusableLayer, Mixer
 from lmstate.models.layers.mlp import MLP, FeedForward
 from lmstate.models.layers.moe import MixtureOfExperts
 from lmstate.models.layers.opening import LearnedKeys
+from lmstate.models.offload import Offload, Result
 from lmstate.ops import Norm, Residual
 from lmstate.state import KeyValueState, LayerState, Layout, SharedState, Step
 from lmstate.state.media import deepened
@@ -38,6 +39,7 @@ class Block:
     parallel: bool = False  # both parts read the same input
     output_hook: Callable[[Tensor, Step], Tensor] | None = None  # applied to the stream behind both, `[R, T, E]`
     device: torch.device | None = None  # where it lies, in a model over several devices
+    offload: Offload[Any] | None = None  # of a block whose weights are in host memory: what brings them to `device`
 
     def __call__(self, x: Tensor, step: Step, cache: LayerState) -> Tensor:
         """x float32 `[R, T, E]` -> `[R, T, E]`."""
@@ -87,6 +89,11 @@ class Block:
         if not isinstance(self.mlp, MLP | MixtureOfExperts):
             return ()
         return self.mlp.sublayers(self.mlp_norm, self.mlp_post_norm, self.scale, self.parallel)
+
+
+def at_hand(block: Block, compute: Callable[[Block], Result]) -> Result:
+    """Compute with a block whose weights are on its device."""
+    return compute(block) if block.offload is None else block.offload.run(block, compute)
 
 
 def adding(block: Block, index: int) -> Block:

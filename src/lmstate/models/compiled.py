@@ -27,13 +27,14 @@ def check_static(
     kv: torch.dtype | Policies | None = None,
     *,
     devices: Sequence[torch.device],
+    offloads: bool = False,
     max_positions: int | None,
     dynamic_ropes: Iterable[Rope],
 ) -> None:
     """Raise `StateError` or `UnsupportedError` if a model has no static state of this capacity and storage.
 
-    devices: of the blocks. max_positions: how many the model has learned. dynamic_ropes: those whose frequencies depend
-    on a text's length.
+    devices: of the blocks. offloads: whether weights of some are in host memory. max_positions: how many the model has
+    learned. dynamic_ropes: those whose frequencies depend on a text's length.
     """
     if kv is not None and not isinstance(kv, torch.dtype):
         raise UnsupportedError(
@@ -45,6 +46,11 @@ def check_static(
         raise UnsupportedError(
             f"a static state was asked for, and the model lies on {told}; one graph runs on one device: load the model "
             "on one, or make a state that is not static"
+        )
+    if offloads:
+        raise UnsupportedError(
+            "a static state was asked for, and the model has weights in host memory, which one graph cannot bring to "
+            "the device: load it without offload, or make a state that is not static"
         )
     if capacity is None:
         raise StateError("new_state(static=True) was asked for without a capacity; say how many tokens a row may hold")

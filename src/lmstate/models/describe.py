@@ -61,17 +61,22 @@ def describe(name: str, network: Network, context_size: int | None, dtype: torch
     return (
         f"Model({name or config.family}: {config.family}, {totals.parameters:,} parameters\n"
         f"  layers: {len(blocks)} ({layers}), hidden size {config.hidden_size:,}, vocabulary {config.vocab_size:,}\n"
-        f"  weights: {stored}; computes in {str(dtype).removeprefix('torch.')} on {told_devices(network.devices)}\n"
+        f"  weights: {stored}; computes in {str(dtype).removeprefix('torch.')} on "
+        f"{told_devices(network.devices, network.offloaded)}\n"
         f"  context: {told_context(config, context_size)})"
     )
 
 
-def told_devices(devices: Sequence[torch.device]) -> str:
-    """Name the devices of blocks, with the blocks of each where there are several."""
+def told_devices(devices: Sequence[torch.device], offloaded: Sequence[int] = ()) -> str:
+    """Name the devices of blocks, with the blocks of each where there are several.
+
+    offloaded: the blocks whose weights are in host memory.
+    """
     runs = runs_of(devices)
+    behind = f"; weights of blocks {ranges(offloaded)} in host memory" if offloaded else ""
     if len(runs) == 1:
-        return str(devices[0])
-    return ", ".join(f"{device} (blocks {ranges(range(first, stop))})" for device, first, stop in runs)
+        return f"{devices[0]}{behind}"
+    return ", ".join(f"{device} (blocks {ranges(range(first, stop))})" for device, first, stop in runs) + behind
 
 
 def told_context(config: ModelConfig, size: int | None) -> str:

@@ -158,6 +158,8 @@ class StepGraphs:
             return False
         if not 0 < step.width <= MOST_WIDTH or not 0 < step.rows <= MOST_ROWS or step.media or not fuses():
             return False
+        if any(block.offload is not None for block in network.blocks):
+            return False
         if len(set(network.devices)) > 1 or network.dynamic_ropes or network.max_positions is not None:
             return False
         return dispatch.gpu(network.embed.storage)

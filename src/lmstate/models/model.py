@@ -155,6 +155,11 @@ class Model(ModelStates):
         exception in `on` is one in the forward: nothing happened.
         """
 
+        if self.network.offloaded:
+            raise UnsupportedError(
+                "trace was asked for of a model with weights in host memory: load it without offload"
+            )
+
         def run(ids: Tensor, step: Step, state: State, keep: Keep) -> Tensor:
             network, ids = self.network, ids.to(self.device)
             blocks, x = traced_blocks(network.blocks_of(step), on), network.embedded(ids, step)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.models.block import Block, adding, opened
+from lmstate.models.block import Block, adding, at_hand, opened
 from lmstate.models.config import ModelConfig
 from lmstate.models.encoder import Encoder
 from lmstate.models.forward import Keep
@@ -61,6 +61,11 @@ class Network:
     def devices(self) -> list[torch.device]:
         """The device of each block."""
         return [block.device or self.device for block in self.blocks]
+
+    @property
+    def offloaded(self) -> list[int]:
+        """The numbers of the blocks whose weights are in host memory, while they compute on another device."""
+        return [index for index, block in enumerate(self.blocks) if block.offload is not None]
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -118,10 +123,12 @@ class Network:
         """Of a source, the keys and values `[K, S, D]` that each block attends to; empty for the other blocks."""
         assert self.encoder is not None, "a model without an encoder has no sources"
         encoding = self.encoder(source)
-        return [
-            block.mixer.keys_values(arrived(encoding, block)) if isinstance(block.mixer, CrossAttention) else {}
-            for block in self.blocks
-        ]
+
+        def keys_values(block: Block) -> dict[str, Tensor]:
+            mixer = block.mixer
+            return mixer.keys_values(arrived(encoding, block)) if isinstance(mixer, CrossAttention) else {}
+
+        return [at_hand(block, keys_values) for block in self.blocks]
 
     def blocks_of(self, step: Step) -> Sequence[Block]:
         """The blocks as they run in a step: behind the first ones, with what pictures add to the stream there; where

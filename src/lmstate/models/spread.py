@@ -19,7 +19,10 @@ def spread(network: Network, devices: Sequence[torch.device]) -> Network:
     """
     done: dict[torch.device, dict[int, Any]] = {device: {} for device in devices}
     first, last = devices[0], devices[-1]
-    blocks = [replace(moved(block, on, done[on]), device=on) for block, on in zip(network.blocks, devices, strict=True)]
+    blocks = [
+        block if block.offload is not None else replace(moved(block, on, done[on]), device=on)
+        for block, on in zip(network.blocks, devices, strict=True)
+    ]
     return replace(
         network,
         embed=moved(network.embed, first, done[first]),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
-from lmstate.models.block import Block
+from lmstate.models.block import Block, at_hand
 from lmstate.models.layers.base import FusableLayer, add_sublayers, simple_caches
 from lmstate.state import KeyValueState, LayerState, RecurrentState, Step
 
@@ -33,11 +33,16 @@ def run_eager(
     """
     whole = blocks if keep is None else blocks[:-1]
     for block, cache in zip(whole, layers):
-        x = block(arrived(x, block), step.on(block.device), cache)
+        x = at_hand(block, partial(_run_on, arrived(x, block), step.on(block.device), cache))
     if keep is None:
         return x
     last = blocks[-1]
-    return last.last(arrived(x, last), step.on(last.device), layers[len(whole)], keep)
+    x, step = arrived(x, last), step.on(last.device)
+    return at_hand(last, lambda block: block.last(x, step, layers[len(whole)], keep))
+
+
+def _run_on(x: Tensor, step: Step, cache: LayerState, block: Block) -> Tensor:
+    return block(x, step, cache)
 
 
 def arrived(x: Tensor, block: Block) -> Tensor:

@@ -77,6 +77,7 @@ class ModelStates(ModelParts):
                 capacity,
                 kv,
                 devices=self.devices,
+                offloads=bool(self.network.offloaded),
                 max_positions=self.max_positions,
                 dynamic_ropes=self.network.dynamic_ropes,
             )

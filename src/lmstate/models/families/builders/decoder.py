@@ -17,6 +17,7 @@ from lmstate.models.layers.embedding import EmbeddingHook, OutputHook
 from lmstate.models.layers.mlp import FeedForward
 from lmstate.models.model import Model
 from lmstate.models.network import Network
+from lmstate.models.offload import Offload
 from lmstate.models.spread import spread
 from lmstate.ops import Norm, Weight
 
@@ -100,10 +101,12 @@ def decoder(
             head = embedding if tied else w.linear("lm_head.weight", shape=(shape.vocab, shape.hidden))
     head_biased = head_biased and (w.has("lm_head.weight") or w.has("lm_head.bias"))  # else a base model's embedding
     head_bias = w.tensor("lm_head.bias", (shape.vocab,)) if head_biased else None
-    blocks = []
+    blocks: list[Block] = []
+    offload: Offload[Block] | None = Offload(devices[w.placement.offloaded[0]]) if w.placement.offloaded else None
     for index, device in enumerate(devices):
         with w.on(device):
-            blocks.append(block(index))
+            made = block(index)
+            blocks.append(offload.stored(made) if offload and index in w.placement.offloaded else made)
     with w.on(devices[-1]):
         predicting = heads(embedding, head, head_bias) if heads is not None and w.heads else ()
     network = Network(
