@@ -7,7 +7,7 @@ transformers on the original.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -33,7 +33,8 @@ class File:
     """What is special about a file: its model, keys beside the sizes, and how its tensors lie.
 
     `model`: a case of the zoo, or the class of a config and its fields. `paired`: rows of q and k lie in ggml's order.
-    `fused`: q, k and v are one tensor. `names`: parts of names for which the gguf package has none.
+    `fused`: q, k and v are one tensor. `names`: parts of names for which the gguf package has none. `altered` puts
+    other parts into the model, where transformers has no such one.
     """
 
     model: str | tuple[str, dict[str, Any]]
@@ -41,10 +42,45 @@ class File:
     paired: bool = False
     fused: bool = False
     names: dict[str, str] = field(default_factory=dict)
+    altered: Callable[[Any], None] | None = None
 
 
 def _llama(**changes: Any) -> tuple[str, dict[str, Any]]:
     return "LlamaConfig", {"head_dim": 8, **changes}
+
+
+class Parts(torch.nn.Module):
+    """A feed-forward part, gated or with squares of what is above zero; `residual`: which Bloom has added inside."""
+
+    def __init__(self, hidden: int, inner: int, gated: bool) -> None:
+        super().__init__()
+        self.gate_proj = torch.nn.Linear(hidden, inner) if gated else None
+        self.up_proj, self.down_proj = (
+            torch.nn.Linear(wide, narrow, bias=gated) for wide, narrow in ((hidden, inner), (inner, hidden))
+        )
+
+    def forward(self, x: Tensor, residual: Tensor | float = 0.0) -> Tensor:
+        up = self.up_proj(x)
+        inner = up.relu() ** 2 if self.gate_proj is None else torch.nn.functional.silu(self.gate_proj(x)) * up
+        return residual + self.down_proj(inner)
+
+
+def as_plm(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp = Parts(48, 80, gated=False)
+
+
+def as_jais(model: Any) -> None:
+    model.transformer.word_embeddings_layernorm = torch.nn.Identity()
+    for layer in model.transformer.h:
+        layer.mlp = Parts(48, 100, gated=True)
+        layer.self_attention.inv_norm_factor **= 2
+
+
+def as_plamo(model: Any) -> None:
+    model.model.norm = torch.nn.RMSNorm(48, 1e-5)
+    for layer in model.model.layers:
+        layer.input_layernorm = torch.nn.RMSNorm(48, 1e-5)
 
 
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 64,
@@ -88,6 +124,21 @@ FILES: dict[str, File] = {
     "mpt": File(
         ("MptConfig", {"num_attention_heads": 4, "max_seq_len": 512, "attn_config": {"clip_qkv": 2.0}}),
         {"attention.clamp_kqv": 2.0, "attention.max_alibi_bias": 8.0, "feed_forward_length": 192},
+    ),
+    "jais": File(
+        "bloom-untied", {"feed_forward_length": 100, "attention.max_alibi_bias": 8.0}, altered=as_jais,
+        names={f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    ),
+    "plamo": File(
+        ("StableLmConfig", {"partial_rotary_factor": 1.0, "use_qkv_bias": False, "use_parallel_residual": True}),
+        altered=as_plamo,
+    ),
+    "plm": File(
+        ("DeepseekV2Config", {"first_k_dense_replace": 9, "q_lora_rank": None, "kv_lora_rank": 20, "v_head_dim": 12,
+                              "num_key_value_heads": 6,
+                              "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "tie_word_embeddings": True}),
+        {"expert_count": None, "expert_used_count": None, "attention.kv_lora_rank": 20, "attention.key_length": 24,
+         "attention.value_length": 12, "rope.dimension_count": 8}, altered=as_plm,
     ),
     "bitnet": File(
         ("BitNetConfig", {"hidden_act": "silu", "tie_word_embeddings": True}),
@@ -335,7 +386,7 @@ def changed(arch: str, config: Any, full: str, tensor: Tensor, file: File) -> It
         yield full, tensor.reshape(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
     elif arch == "maincoder" and full.endswith(("query_layernorm.weight", "key_layernorm.weight")):
         yield full, tensor.view(2, -1).T.flatten()
-    elif "query_key_value" in full and arch == "bloom":
+    elif "query_key_value" in full and arch in ("bloom", "jais"):
         parted = tensor.unflatten(0, (config.num_attention_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
         yield full, parted
     elif arch == "step35" and full.endswith("norm.weight"):
@@ -349,7 +400,7 @@ def changed(arch: str, config: Any, full: str, tensor: Tensor, file: File) -> It
         yield f"{blk}.ffn_down_exps.weight", tensor.mT if arch == "llama4" else tensor
     elif full.endswith("e_score_correction_bias"):
         yield f"{blk}.exp_probs_b{'' if arch == 'hy_v3' else '.bias'}", tensor
-    elif full.endswith("kv_b_proj.weight") and arch != "minicpm3":
+    elif full.endswith("kv_b_proj.weight") and arch not in ("minicpm3", "plm"):
         value, key = config.v_head_dim, config.qk_nope_head_dim
         keys, values = tensor.view(-1, key + value, tensor.shape[-1]).split([key, value], dim=1)
         yield f"{layer}.self_attn.k_b_proj.weight", keys.transpose(1, 2)
@@ -387,6 +438,8 @@ def model_of(file: File) -> Any:
     config = CASES[file.model]() if isinstance(file.model, str) else small(file.model[0], **file.model[1])
     torch.manual_seed(0)
     model = auto(config).from_config(config, dtype=torch.float32).eval()
+    if file.altered is not None:
+        file.altered(model)
     randomize(model)
     return model
 

@@ -96,13 +96,14 @@ def build(w: WeightLoader) -> Model:
     sparse = b.sparse_layers(config, shape.layers) if b.expert_count(config) else [False] * shape.layers
     chooses = choosing_layers(config, shape.layers) if config.str("model_type") in INDEXED else []
     indexes: list[PositionIndex] = []
+    dense = b.mlp if config.bool("mlp_gated", default=True) else b.ungated_mlp  # PLM of a GGUF has no gates
 
     def is_sparse(index: int, prefix: str) -> bool:
         return sparse[index] if index < shape.layers else w.has(f"{prefix}.gate.weight")
 
     def feed_forward(index: int, prefix: str) -> FeedForward:
         if not is_sparse(index, prefix):
-            return b.mlp(w, prefix, shape.hidden, inner, act)
+            return dense(w, prefix, shape.hidden, inner, act)
         return b.deepseek_mixture(w, prefix, shape, softmax_router(w, f"{prefix}.gate.weight", shape.hidden))
 
     def block(index: int, layer: str = "") -> Block:

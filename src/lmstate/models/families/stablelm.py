@@ -5,6 +5,8 @@ x = embed(tokens)
 x = x + attention(norm(x))    # 12B: x + attention(y) + mlp(y), y = norm(x)
 x = x + mlp(norm(x))
 logits = head(norm(x))
+
+PLaMo, which is read from GGUF, is as the latter with RMS norms.
 """
 
 from __future__ import annotations
@@ -21,9 +23,12 @@ DEFAULTS: b.Defaults = {"stablelm": {**b.LAYER_NORM_EPS, "partial_rotary_factor"
 
 
 def build(w: WeightLoader) -> Model:
-    config, shape = w.config, b.Dims.of(w.config, eps="layer_norm_eps")
+    config = w.config
+    kind = config.str("norm_type", allowed=("layer", "rms"), default="layer")
+    shape = b.Dims.of(config, eps="layer_norm_eps")
     inner, act = config.int("intermediate_size", low=1, high=b.MAX_SIZE), b.activation(config)
-    rope, normed = make_rope(config, shape.head_dim).to(w.device), b.layer_norms(w, shape)
+    normed = b.rms_norms(w, shape) if kind == "rms" else b.layer_norms(w, shape)
+    rope = make_rope(config, shape.head_dim).to(w.device)
     biased, heads_normed = config.bool("use_qkv_bias", default=False), config.bool("qk_layernorm", default=False)
     parallel = config.bool("use_parallel_residual", default=False)
 

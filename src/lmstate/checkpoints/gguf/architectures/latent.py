@@ -1,4 +1,4 @@
-"""Latent attention in GGUF beside DeepSeek's: Mistral 4, MiniCPM 3, and the delta rule's neighbor in two hybrids."""
+"""Latent attention in GGUF beside DeepSeek's: Mistral 4, MiniCPM 3, PLM, and the delta rule's in two hybrids."""
 
 from __future__ import annotations
 
@@ -59,6 +59,11 @@ def _minicpm3(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors)
         "q_lora_rank": metadata.int(f"{prefix}.attention.q_lora_rank", 1, MOST_WIDTH, default=None),
         "head_dim": rope_dim,
     }
+
+
+def _plm(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    deepseek2(metadata, prefix, config, tensors)
+    config |= {"hidden_act": "relu2", "mlp_gated": False}
 
 
 def _delta(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
@@ -141,4 +146,5 @@ LATENTS = {
         extra=_mistral4,
         whole={**DEEPSEEK2.whole, "ffn_gate_up_exps.weight": "mlp.experts.{expert}.gate_up_proj.weight"},
     ),
+    "plm": Architecture("deepseek_v2", "DeepseekV2ForCausalLM", {**STANDARD, **LATENT}, extra=_plm),
 }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.gguf.architecture import (
     ATTENTION,
+    MLP,
     PRE_NORMS,
     STANDARD,
     Architecture,
@@ -27,6 +28,11 @@ def _refact(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -
 
 def _orion(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     config |= {"use_qkv_bias": False, "qk_layernorm": False, "use_parallel_residual": False}
+
+
+def _plamo(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    _orion(metadata, prefix, config, tensors)
+    config |= {"use_parallel_residual": True, "norm_type": "rms", "layer_norm_eps": config["rms_norm_eps"]}
 
 
 def _qwen(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
@@ -110,6 +116,9 @@ LLAMA_LIKE = {
     "orion": Architecture("stablelm", "StableLmForCausalLM", extra=_orion, outside=BIASED_NORM, eps="layer_norm_eps"),
     "paddleocr": Architecture("paddleocr_vl_text", "PaddleOCRVLForConditionalGeneration", extra=bias_flags),
     "pangu-embedded": Architecture("llama", "LlamaForCausalLM", extra=bias_flags),
+    "plamo": Architecture(
+        "stablelm", "StableLmForCausalLM", {**ATTENTION, **MLP, "attn_norm": "input_layernorm"}, extra=_plamo
+    ),
     "qwen": Architecture("qwen2", "Qwen2ForCausalLM", {**STANDARD, **FUSED}, extra=_qwen),
     "refact": Architecture("llama", "LlamaForCausalLM", extra=_refact),
     "starcoder": Architecture(

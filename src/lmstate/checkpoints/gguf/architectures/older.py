@@ -1,4 +1,4 @@
-"""Models of before gates and RMS norms were usual: GPT-2, GPT-NeoX, Falcon, BLOOM, MPT, StarCoder 2; and Cohere 2.
+"""Models of before gates and RMS norms were usual: GPT-2, GPT-NeoX, Falcon, BLOOM, MPT, StarCoder 2; JAIS, Cohere 2.
 
 The converter puts queries, keys and values of all heads one after the other, and turns GPT-2's matrices round.
 """
@@ -46,6 +46,16 @@ def _falcon(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -
 
 def _bloom(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     config["qkv_grouped"] = False
+
+
+def _jais(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    config |= {
+        "qkv_grouped": False,
+        "embedding_norm": False,
+        "gated_size": config["intermediate_size"],
+        "attention_scale": 1.0 / config["head_dim"],
+        "alibi_bias_max": metadata.float(f"{prefix}.attention.max_alibi_bias", 0.0, 1024.0, default=8.0),
+    }
 
 
 def _mpt(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
@@ -168,6 +178,24 @@ OLDER = {
         },
         layers="gpt_neox.layers",
         eps="layer_norm_eps",
+    ),
+    "jais": Architecture(
+        "bloom",
+        "BloomForCausalLM",
+        {
+            **PRE_NORMS,
+            **MLP,
+            "attn_qkv": "self_attention.query_key_value",
+            "attn_output": "self_attention.dense",
+        },
+        extra=_jais,
+        outside={
+            "token_embd.weight": "transformer.word_embeddings.weight",
+            **{f"output_norm.{part}": f"transformer.ln_f.{part}" for part in PARTS},
+            "output.weight": "lm_head.weight",
+        },
+        layers="transformer.h",
+        eps="layer_norm_epsilon",
     ),
     "mpt": Architecture(
         "mpt",
