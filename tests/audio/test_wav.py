@@ -78,10 +78,19 @@ def test_hostile_files_are_refused() -> None:
         (with_header(24, "<I", 0), "samples per second"), (with_header(24, "<I", 2**31), "samples per second"),
         (with_header(34, "<H", 0), "damaged|bits"), (with_header(40, "<I", 2**32 - 2), "seconds"),
         (wav(torch.zeros(0)), "no samples"), ("text", "bytes of a WAV"), (None, "bytes of a WAV"),
+        (whole[:36] + bytes(8) * 1_000 + whole[36:], "1000 chunks"),
         (b"0" * (MOST_BYTES + 1), "may have"), (wav(tone(440, 16_000, 3)), "3\\.0 seconds"),
     ):  # fmt: skip
         with pytest.raises(lmstate.StateError, match=why):
             read_wav(bad, 16_000, most_seconds=2)  # type: ignore[arg-type]
+
+
+def test_chunks_in_front_of_the_samples_are_passed_over() -> None:
+    whole = wav(tone(440, 16_000, 0.1))
+    title = b"LIST" + struct.pack("<I", 5) + b"title\0"
+    long = whole[:36] + title * 900 + whole[36:]
+    long = long[:4] + struct.pack("<I", len(long) - 8) + long[8:]
+    assert torch.equal(read_wav(long, 16_000), read_wav(whole, 16_000))
 
 
 def test_damaged_files_give_a_sound_or_an_error() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import struct
 import wave
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from lmstate.errors import StateError
 MOST_BYTES = 2**27  # of a file
 MOST_SECONDS = 1800  # of a sound
 MOST_CHANNELS = 8
+MOST_CHUNKS = 1_000  # in front of the samples: titles and the like are a few
 RATES = (4_000, 192_000)  # samples per second, lowest and highest
 ZEROS = 24  # of the sinc on each side: the filter's length
 ROLLOFF = 0.95  # of the lower rate's highest frequency, from where on the filter falls
@@ -40,6 +42,7 @@ def read_wav(data: bytes, rate: int, most_seconds: float = MOST_SECONDS) -> Tens
         raise StateError(f"a sound is {data!r:.80}; give the bytes of a WAV file")
     if len(data) > MOST_BYTES:
         raise StateError(f"a sound has {len(data)} bytes; it may have {MOST_BYTES}")
+    _check_chunks(data)
     try:
         with wave.open(io.BytesIO(data)) as file:
             channels, width, own_rate, count = file.getparams()[:4]
@@ -58,6 +61,19 @@ def read_wav(data: bytes, rate: int, most_seconds: float = MOST_SECONDS) -> Tens
         raise StateError(f"a sound is cut short: it has {len(frames)} of {count * channels * width} bytes of samples")
     samples = _numbers(frames, width).view(count, channels).mean(1)
     return resampled(samples, own_rate, rate)
+
+
+def _check_chunks(data: bytes | bytearray | memoryview) -> None:
+    """Raise `StateError` for a file whose samples are behind too many chunks, which take long to walk through."""
+    at = len("RIFFsizeWAVE")
+    for _ in range(MOST_CHUNKS):
+        if at + 8 > len(data):
+            return
+        name, size = struct.unpack_from("<4sI", data, at)
+        if name == b"data":
+            return
+        at += 8 + size + size % 2
+    raise StateError(f"a sound has more than {MOST_CHUNKS} chunks in front of its samples; convert it first")
 
 
 def _check(channels: int, width: int, rate: int, count: int, most_seconds: float) -> None:
