@@ -108,9 +108,9 @@ def test_an_application_is_scaled_and_updated_on_a_cluster_that_runs(tmp_path: P
     """Streams and turns of sessions go on meanwhile, to the bit: from 1 to 3 replicas of other options, and to 1."""
     folder, port = save_tiny(tmp_path / "model"), free_port()
     (tmp_path / "store").mkdir()
-    long = {"prompt": "Hello", "max_tokens": 1200, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+    long = {"prompt": "Hello", "max_tokens": 400, "temperature": 1.0, "seed": 3, "ignore_eos": True}
     with Engine(load_tiny(tmp_path / "same"), rows=4) as alone:
-        given = {"max_new_tokens": 1200, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+        given = {"max_new_tokens": 400, "temperature": 1.0, "seed": 3, "ignore_eos": True}
         expected = alone.submit("Hello", **given).result(120).texts[0]
     url, over, streamed, turns = f"http://127.0.0.1:{port}", Event(), list[str](), list[int]()
 

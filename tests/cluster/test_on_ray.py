@@ -128,10 +128,18 @@ def test_an_answer_outlives_a_process_that_is_killed(cluster: Any, alone: Engine
     os.kill(killed.pid, signal.SIGKILL)
     check(answer, alone.submit(list(range(1, 60)), **LONG))
     assert isinstance(answer, MovingRequest) and answer.moves == 1
-    session = cluster.front.session("one")
-    assert session.send([9], max_new_tokens=4, ignore_eos=True).result(120).stored
     wait_until(lambda: whole(cluster))
     assert killed.id not in [one.id for one in cluster.status()]
+
+
+def test_a_session_goes_on_before_its_replica_is_replaced(cluster: Any) -> None:
+    wait_until(lambda: whole(cluster))
+    session = cluster.front.session("one")
+    assert session.send([9], max_new_tokens=4, ignore_eos=True).result(120).stored
+    idle = next(one for one in cluster.status() if one.rank == cluster.front.session_rank("one"))
+    os.kill(idle.pid, signal.SIGKILL)
+    assert session.send([9], max_new_tokens=4, ignore_eos=True).result(120).stored
+    assert [one.rank for one in cluster.status()] == [1 - idle.rank], "Ray has not replaced it yet"
 
 
 def test_an_answer_outlives_a_replica_that_is_drained(cluster: Any, alone: Engine) -> None:
