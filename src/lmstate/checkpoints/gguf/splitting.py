@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.tokenizer_json import byte_level, split
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 LINES = r"|\s*[\r\n]+"
@@ -32,18 +33,10 @@ class Splitting:
 
     def pre_tokenizer(self) -> dict[str, Any]:
         """The pre-tokenizer of a tokenizer.json."""
-        steps: list[dict[str, Any]] = [
-            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-            for pattern in self.patterns
-        ]
+        steps: list[dict[str, Any]] = [split(pattern) for pattern in self.patterns]
         if self.single_digits:
             steps.append({"type": "Digits", "individual_digits": True})
         return {"type": "Sequence", "pretokenizers": [*steps, byte_level(self.gpt2_pattern)]}
-
-
-def byte_level(gpt2_pattern: bool) -> dict[str, Any]:
-    """GPT-2's map of bytes to characters, as a step of a tokenizer.json."""
-    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": gpt2_pattern}
 
 
 def _words(letters: str, digits: str, symbols: str = r" ?[^\s\p{L}\p{N}]+[\r\n]*", tail: str = TAIL) -> str:

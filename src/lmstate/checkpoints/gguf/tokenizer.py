@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.gguf.special_ids import special_id
-from lmstate.checkpoints.gguf.splitting import WITHOUT_BYTES, byte_level, splitting_of
+from lmstate.checkpoints.gguf.splitting import WITHOUT_BYTES, splitting_of
+from lmstate.checkpoints.tokenizer_json import added_token, all_splits, byte_level, document, surrounding
 from lmstate.errors import ModelError
 from lmstate.text.endings import CONTROL_NAME, ENDINGS, end_ids
 from lmstate.text.tokenizer import TokenizerFiles
@@ -18,7 +19,6 @@ from lmstate.text.tokenizer import TokenizerFiles
 T = TypeVar("T")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # values of tokenizer.ggml.token_type
 MOST_TOKENS = 2**22
-LONGEST_PIECE = 256  # characters; a longer SentencePiece piece is never the result of a merge
 POOLINGS = {1: "mean", 2: "cls", 3: "last", 4: "rank"}  # llama.cpp's enum llama_pooling_type
 # Settings of generation_config.json, and what llama.cpp calls them in a file's metadata.
 SAMPLING = {
@@ -48,39 +48,33 @@ def tokenizer_of(metadata: Config, notes: list[str] | None = None) -> TokenizerF
     types = _types(metadata, tokens, vocabulary)
     pre = "gemma4" if model == "gemma4" else metadata.str("tokenizer.ggml.pre", default="")
     if model == "gpt2" and pre not in WITHOUT_BYTES:
-        document = _byte_level(metadata, vocabulary, notes)
+        made = _byte_level(metadata, vocabulary, notes)
     elif model in ("gpt2", "gemma4"):
-        document = _sentencepiece(metadata, tokens, vocabulary, _listed_merges(metadata, vocabulary, notes), False)
+        made = _sentencepiece(metadata, tokens, vocabulary, _listed_merges(metadata, vocabulary, notes), False)
     elif model == "llama":
-        document = _sentencepiece(metadata, tokens, vocabulary, _scored_merges(metadata, vocabulary, notes), True)
+        made = _sentencepiece(metadata, tokens, vocabulary, _scored_merges(metadata, vocabulary, notes), True)
     else:
         raise ModelError(
             f"{metadata.where} has a tokenizer of kind {model[:80]!r}; lmstate reads gpt2 (byte-level BPE), llama "
             f"and gemma4 (SentencePiece BPE). Use the model's Hugging Face directory, which has a tokenizer.json"
         )
-    document["added_tokens"] = [
-        {
-            "id": index,
-            "content": tokens[index],
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": kind in (CONTROL, UNKNOWN),
-        }
+    made["added_tokens"] = [
+        added_token(index, tokens[index], kind in (CONTROL, UNKNOWN))
         for index, kind in enumerate(types)
         if kind in (UNKNOWN, CONTROL, USER_DEFINED) and tokens[index]
     ]
     settings = _settings(metadata, tokens, notes)
-    begins = metadata.bool("tokenizer.ggml.add_bos_token", default=document.pop("begins"))
+    begins = metadata.bool("tokenizer.ggml.add_bos_token", default=made.pop("begins"))
     if pre == "gemma4" and not begins:
         notes.append("the file says that texts begin without a begin token; Gemma 4 needs one, and gets it")
         begins = True
     ends = metadata.bool("tokenizer.ggml.add_eos_token", default=False)
-    document["post_processor"] = _surround(
-        settings.get("bos_token") if begins else None, settings.get("eos_token") if ends else None, tokens, model
-    )
-    return TokenizerFiles(json.dumps(document, ensure_ascii=False), settings)
+    begin, end = settings.get("bos_token") if begins else None, settings.get("eos_token") if ends else None
+    if begin is not None or end is not None:
+        made["post_processor"] = surrounding(begin, end, vocabulary)
+    elif model == "gpt2":
+        made["post_processor"] = byte_level(True) | {"add_prefix_space": True, "trim_offsets": False}
+    return TokenizerFiles(json.dumps(made, ensure_ascii=False), settings)
 
 
 def generation_of(metadata: Config, vocab_size: int) -> dict[str, Any]:
@@ -146,10 +140,6 @@ def _for_each(values: tuple[T, ...], tokens: tuple[str, ...], name: str, metadat
     return values[: len(tokens)]
 
 
-def _document(model: dict[str, Any]) -> dict[str, Any]:
-    return {"version": "1.0", "truncation": None, "padding": None, "normalizer": None, "model": model}
-
-
 def _vocabulary(tokens: tuple[str, ...]) -> dict[str, int]:
     """Token -> id. Of a token that stands twice the first counts; the second is padding of the vocabulary."""
     vocabulary: dict[str, int] = {}
@@ -161,28 +151,15 @@ def _vocabulary(tokens: tuple[str, ...]) -> dict[str, int]:
 def _byte_level(metadata: Config, vocabulary: dict[str, int], notes: list[str]) -> dict[str, Any]:
     rules = splitting_of(metadata, notes)
     if metadata.get("tokenizer.ggml.pre") == "kimi-k2" and not metadata.given("tokenizer.ggml.merges"):
-        merges = _best_first(vocabulary, {})
+        merges = all_splits(vocabulary, {})
     else:
         merges = _listed_merges(metadata, vocabulary, notes)
-    document = _document(
-        {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": rules.whole_words,
-            "vocab": vocabulary,
-            "merges": merges,
-        }
-    )
-    document["normalizer"] = rules.normalizer()
-    document["pre_tokenizer"] = rules.pre_tokenizer()
-    document["decoder"] = byte_level(True)
-    document["begins"] = rules.begins
-    return document
+    made = document(vocabulary, merges, ignore_merges=rules.whole_words)
+    made["normalizer"] = rules.normalizer()
+    made["pre_tokenizer"] = rules.pre_tokenizer()
+    made["decoder"] = byte_level(True)
+    made["begins"] = rules.begins
+    return made
 
 
 def _listed_merges(metadata: Config, vocabulary: dict[str, int], notes: list[str]) -> list[tuple[str, str]]:
@@ -205,25 +182,18 @@ def _sentencepiece(
 ) -> dict[str, Any]:
     """`prefix`: whether a text begins with a space unless the file says otherwise."""
     unknown = special_id(metadata, "unknown", len(tokens))
-    document = _document(
-        {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None if unknown is None else tokens[unknown],
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": True,
-            "byte_fallback": True,
-            "ignore_merges": False,
-            "vocab": vocabulary,
-            "merges": merges,
-        }
+    made = document(
+        vocabulary,
+        merges,
+        unk_token=None if unknown is None else tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=True,
     )
     prefix = metadata.bool("tokenizer.ggml.add_space_prefix", default=prefix)
     blank: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     begin: list[dict[str, Any]] = [{"type": "Prepend", "prepend": "▁"}] if prefix else []
-    document["normalizer"] = {"type": "Sequence", "normalizers": [*begin, blank]}
-    document["pre_tokenizer"] = None
+    made["normalizer"] = {"type": "Sequence", "normalizers": [*begin, blank]}
+    made["pre_tokenizer"] = None
     steps: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
         {"type": "ByteFallback"},
@@ -231,9 +201,9 @@ def _sentencepiece(
     ]
     if prefix:
         steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    document["decoder"] = {"type": "Sequence", "decoders": steps}
-    document["begins"] = True
-    return document
+    made["decoder"] = {"type": "Sequence", "decoders": steps}
+    made["begins"] = True
+    return made
 
 
 def _scored_merges(metadata: Config, vocabulary: dict[str, int], notes: list[str]) -> list[tuple[str, str]]:
@@ -241,39 +211,10 @@ def _scored_merges(metadata: Config, vocabulary: dict[str, int], notes: list[str
     scores = metadata.floats("tokenizer.ggml.scores", default=None)
     if scores is not None:
         scores = _for_each(scores, metadata.strs("tokenizer.ggml.tokens"), "scores", metadata)
-        return _best_first(vocabulary, dict(enumerate(scores)))
+        return all_splits(vocabulary, dict(enumerate(scores)))
     listed = metadata.given("tokenizer.ggml.merges")
     notes.append(
         "the file gives no scores of its pieces; they are joined "
         + ("as its merges say" if listed else "in the order of the vocabulary, and answers may be worse")
     )
-    return _listed_merges(metadata, vocabulary, notes) if listed else _best_first(vocabulary, {})
-
-
-def _best_first(vocabulary: dict[str, int], scores: dict[int, float]) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbors whose joint piece scores best: every split of every piece, best first."""
-    ranked = sorted(vocabulary.items(), key=lambda item: (-scores.get(item[1], 0.0), item[1]))
-    return [
-        (piece[:cut], piece[cut:])
-        for piece, _ in ranked
-        if len(piece) <= LONGEST_PIECE
-        for cut in range(1, len(piece))
-        if piece[:cut] in vocabulary and piece[cut:] in vocabulary
-    ]
-
-
-def _surround(begin: str | None, end: str | None, tokens: tuple[str, ...], model: str) -> dict[str, Any] | None:
-    """The post-processor that puts the begin and end tokens around a text."""
-    offsets = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
-    if begin is None and end is None:
-        return offsets if model == "gpt2" else None
-    text: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
-    first: list[dict[str, Any]] = [] if begin is None else [{"SpecialToken": {"id": begin, "type_id": 0}}]
-    last: list[dict[str, Any]] = [] if end is None else [{"SpecialToken": {"id": end, "type_id": 0}}]
-    specials = {
-        token: {"id": token, "ids": [tokens.index(token)], "tokens": [token]}
-        for token in (begin, end)
-        if token is not None
-    }
-    pair = [*first, *text, *last, {"Sequence": {"id": "B", "type_id": 0}}, *last]
-    return {"type": "TemplateProcessing", "single": [*first, *text, *last], "pair": pair, "special_tokens": specials}
+    return _listed_merges(metadata, vocabulary, notes) if listed else all_splits(vocabulary, {})

@@ -11,6 +11,8 @@ from torch import Tensor
 from lmstate.checkpoints.huggingface import fp8, mlx, mxfp4, quantization
 from lmstate.checkpoints.huggingface.converted import ConvertedCheckpoint
 from lmstate.checkpoints.huggingface.packed import find as packed_matrices
+from lmstate.checkpoints.huggingface.tekken import NAME as TEKKEN
+from lmstate.checkpoints.huggingface.tekken import tekken_files
 from lmstate.checkpoints.source import GroupedQuant, dtype_name
 from lmstate.errors import ModelError
 from lmstate.files.json_object import read_object
@@ -191,9 +193,12 @@ PROMPTS = {
 
 
 def tokenizer_files(path: Path) -> TokenizerFiles | None:
-    """The tokenizer of a directory: tokenizer.json, and the settings and chat templates that are beside it."""
+    """The tokenizer of a directory: tokenizer.json, and the settings and chat templates that are beside it.
+
+    Without one it is Mistral's tekken.json, if there is one.
+    """
     if not (path / "tokenizer.json").is_file():
-        return None
+        return tekken_files(path / TEKKEN) if (path / TEKKEN).is_file() else None
     settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (path / name).is_file():

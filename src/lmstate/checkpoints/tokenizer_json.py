@@ -1,0 +1,72 @@
+"""Parts of a tokenizer.json, made from vocabularies of other files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+LONGEST_PIECE = 256  # characters; a longer piece is never the result of a merge
+
+
+def document(vocabulary: Mapping[str, int], merges: list[tuple[str, str]], **model: Any) -> dict[str, Any]:
+    """A tokenizer.json of byte pair encoding; `model`: settings of it that differ from those of byte-level files."""
+    settings: dict[str, Any] = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": vocabulary,
+        "merges": merges,
+    }
+    none = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"))
+    return {"version": "1.0", **none, "model": settings | model}
+
+
+def added_token(index: int, content: str, special: bool) -> dict[str, Any]:
+    """An entry of `added_tokens`."""
+    spaces = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {"id": index, "content": content, **spaces, "special": special}
+
+
+def byte_level(gpt2_pattern: bool) -> dict[str, Any]:
+    """GPT-2's map of bytes to characters, as a step of a tokenizer.json."""
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": gpt2_pattern}
+
+
+def split(pattern: str) -> dict[str, Any]:
+    """A step of a pre-tokenizer that parts a text at the matches of a regular expression."""
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def all_splits(vocabulary: Mapping[str, int], scores: Mapping[int, float]) -> list[tuple[str, str]]:
+    """The merges of a vocabulary that lists none: every split of every piece, the piece of the best score first.
+
+    SentencePiece and tiktoken join the two neighbors whose joint piece comes first. Without scores that is the order of
+    ids.
+    """
+    ranked = sorted(vocabulary.items(), key=lambda item: (-scores.get(item[1], 0.0), item[1]))
+    return [
+        (piece[:cut], piece[cut:])
+        for piece, _ in ranked
+        if len(piece) <= LONGEST_PIECE
+        for cut in range(1, len(piece))
+        if piece[:cut] in vocabulary and piece[cut:] in vocabulary
+    ]
+
+
+def surrounding(begin: str | None, end: str | None, vocabulary: Mapping[str, int]) -> dict[str, Any]:
+    """The post-processor that puts the begin and end tokens around a text."""
+    text: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
+    first: list[dict[str, Any]] = [] if begin is None else [{"SpecialToken": {"id": begin, "type_id": 0}}]
+    last: list[dict[str, Any]] = [] if end is None else [{"SpecialToken": {"id": end, "type_id": 0}}]
+    specials = {
+        token: {"id": token, "ids": [vocabulary[token]], "tokens": [token]}
+        for token in (begin, end)
+        if token is not None
+    }
+    pair = [*first, *text, *last, {"Sequence": {"id": "B", "type_id": 0}}, *last]
+    return {"type": "TemplateProcessing", "single": [*first, *text, *last], "pair": pair, "special_tokens": specials}
