@@ -1,33 +1,13 @@
-"""The command line without weights: `lmstate.load` gives a scripted model that repeats what the user says."""
+"""The command line without weights: `lmstate.load` gives a small real model that repeats what the user says."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import pytest
 from typer.testing import CliRunner
 
 import lmstate
 from lmstate.checkpoints.hub import ALIASES
-from tests.generation.fake_model import EOS, FakeModel, FakeTokenizer, ids
-
-
-class ChatTokenizer(FakeTokenizer):
-    has_chat_template = True
-
-    def chat(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = False) -> list[int]:
-        text = "".join(f"[{message['role']}]{message['content']}[end]\n" for message in messages)
-        return self.encode(text + "[assistant]" * add_generation_prompt)
-
-
-def repeat(held: list[int]) -> int:
-    """The next token of the answer "You said ...": of the last user message of a chat, or of the plain text."""
-    text = FakeTokenizer().decode(held)
-    before, _, answer = text.rpartition("[assistant]") if "[assistant]" in text else ("", "", "")
-    said = before.rpartition("[user]")[2].partition("[end]")[0] if before else text.partition(":")[0]
-    wanted = f"You said {said}." if before else " and so on"
-    done = answer if before else text.partition(":")[2]
-    return ids(wanted[len(done) :])[0] if len(done) < len(wanted) else EOS
+from tests.cli.scripted import ScriptedModel, scripted
 
 
 @pytest.fixture(autouse=True)
@@ -38,12 +18,11 @@ def names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
-    fake = FakeModel(repeat)
-    fake.tokenizer = ChatTokenizer()
+def model(monkeypatch: pytest.MonkeyPatch) -> ScriptedModel:
+    fake = scripted()
     asked: list[tuple[str, str]] = []
 
-    def load(name: str, weights: str = "auto", **_: object) -> FakeModel:
+    def load(name: str, weights: str = "auto", **_: object) -> ScriptedModel:
         asked.append((name, weights))
         if name == "missing":
             raise FileNotFoundError("no model is called missing;\n  try smollm2")

@@ -217,10 +217,13 @@ def test_every_command_has_help_with_an_example(runner: CliRunner, command: str)
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = (
-    "import lmstate\n"
+    "import sys, lmstate\n"
     "from lmstate.checkpoints.hub import ALIASES; ALIASES['m'] = ALIASES['smollm2']\n"
-    "from tests.cli.conftest import ChatTokenizer, FakeModel\n"
-    "model = FakeModel(lambda held: 66); model.tokenizer = ChatTokenizer()\n"
+    "if 'chat' in sys.argv: from tests.cli.scripted import scripted as make\n"
+    "else: from tests.generation.fake_model import FakeModel as make\n"
+    "model = make(lambda held: 66)\n"
+    "model.tokenizer.chat = getattr(model.tokenizer, 'chat', lambda messages, **_: [1])\n"
+    "model.tokenizer.has_chat_template = True\n"
     "lmstate.load = lambda name, weights, **_: model\n"
     "from lmstate.cli import main; main()"
 )

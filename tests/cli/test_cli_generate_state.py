@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import lmstate
 from lmstate.cli.app import app
-from lmstate.cli.chat.branches import messages_of
+from lmstate.cli.chat.messages import messages_of
 from tests.cli.test_cli_branches import Letters, talking
 
 

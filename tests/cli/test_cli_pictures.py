@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 
 import lmstate
 from lmstate.cli.app import app
-from lmstate.cli.chat.branches import messages_of
 from lmstate.cli.chat.conversation import ChatConversation
+from lmstate.cli.chat.messages import messages_of
 from lmstate.cli.chat.slash_commands import COMMANDS, AskQuestion, complete, run_command
-from tests.generation.fake_model import FakeModel
+from lmstate.vision.reader import PicturePrompt
+from tests.cli.scripted import scripted
 from tests.vision.test_encode import png, said, saved
 from tests.zoo import ours
 
@@ -93,8 +94,17 @@ def test_a_chat_shows_pictures(seeing: lmstate.Model, files: list[str], tmp_path
     def command(line: str) -> str:
         return run_command(line, COMMANDS, conversation)
 
-    def ask(question: str) -> str:
-        return "".join(conversation.ask(question))
+    def ask(question: str, talk: ChatConversation = conversation) -> str:
+        """The answer, which is the one to the prompt that the session has, pictures in their places included."""
+        text = "".join(talk.ask(question))
+        record, report = talk.session.record, talk.report
+        assert report is not None and text == record.messages[-1]["content"]
+        prompt = PicturePrompt(record.tokens[: len(record.tokens) - report.generated], tuple(record.media))
+        prompt.place(state := seeing.new_state())
+        assert text == seeing.generate(prompt.tokens, state=state, max_new_tokens=6, temperature=0.0)
+        rendered = seeing.encode([*talk.messages[:-1]])
+        assert [span.media for span in rendered.media] == [span.media for span in prompt.media]
+        return text
 
     one, two = files
     messages: list[dict[str, Any]] = []
@@ -107,7 +117,6 @@ def test_a_chat_shows_pictures(seeing: lmstate.Model, files: list[str], tmp_path
             else [{"role": "user", "content": question}]
         )
         text = ask(question)
-        assert text == answer(seeing, messages)
         messages.append({"role": "assistant", "content": text})
         assert conversation.messages == messages
     assert conversation.report is not None and conversation.report.reused > 16
@@ -116,17 +125,21 @@ def test_a_chat_shows_pictures(seeing: lmstate.Model, files: list[str], tmp_path
     with pytest.raises(AskQuestion) as again:
         command("/regen")
     assert "".join(conversation.edit(again.value.question)) == text and conversation.messages == messages
-    expected = answer(seeing, [*messages[:-2], *said(SECOND, FIRST, "other")])
-    assert "".join(conversation.edit("other")) == expected
+    other = "".join(conversation.edit("other"))
+    assert conversation.messages == [
+        *messages[:-2],
+        *said(SECOND, FIRST, "other"),
+        {"role": "assistant", "content": other},
+    ]
     command("/undo 3")
-    assert conversation.messages == messages[:2] and not conversation.state.media(0)
+    assert conversation.messages == messages[:2] and not conversation.session.record.media
     command(f"/image {two}")
-    assert ask("else") == answer(seeing, [*messages[:2], *said(SECOND, "else")])
+    ask("else")
+    assert conversation.messages[:-1] == [*messages[:2], *said(SECOND, "else")]
     later = ChatConversation(seeing, max_new_tokens=6)
     later.load(tmp_path / "talk")
-    assert later.messages == messages and len(later.state.media(0)) == 3
-    expected = answer(seeing, [*messages, {"role": "user", "content": "more"}])
-    assert "".join(later.ask("more")) == expected
+    assert later.messages == messages and len(later.session.record.media) == 3
+    ask("more", later)
 
 
 def test_a_chat_refuses_what_is_no_picture(seeing: lmstate.Model, files: list[str], tmp_path: Path) -> None:
@@ -145,7 +158,7 @@ def test_a_chat_refuses_what_is_no_picture(seeing: lmstate.Model, files: list[st
     with pytest.raises(lmstate.StateError, match="64"):
         list(conversation.ask("?"))
     assert conversation.messages == [] == conversation.pictures
-    blind = ChatConversation(FakeModel())
-    with pytest.raises(lmstate.UnsupportedError, match="pictures are not read"):
+    blind = ChatConversation(scripted())
+    with pytest.raises(lmstate.UnsupportedError, match="pictures are read by"):
         run_command(f"/image {files[0]}", COMMANDS, blind)
     assert not blind.pictures

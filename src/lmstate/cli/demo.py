@@ -33,9 +33,9 @@ def demo(
     for question in QUESTIONS:
         print(f"> {question}")
         with closing(conversation.ask(question)) as pieces:
-            stopped = write_pieces(pieces)
+            stopped = write_pieces(pieces, conversation.stop)
         if conversation.report is not None:
             note(describe(conversation.report))
         if stopped:
             raise typer.Exit(130)
-    print(f"The state holds {conversation.state.lengths[0]} tokens: both questions and both answers.")
+    print(f"The state holds {conversation.held} tokens: both questions and both answers.")

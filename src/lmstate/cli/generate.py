@@ -161,7 +161,7 @@ def generate(
     if logprobs is not None and not as_json:
         raise typer.BadParameter("--logprobs are part of the object of --json: give both")
     from lmstate.audio.wav import sound_file
-    from lmstate.cli.chat.branches import with_messages
+    from lmstate.cli.chat.messages import with_messages
     from lmstate.cli.progress import warn_of_length
     from lmstate.generation import BeamParams, BeamSearch, Generation, SamplingParams
     from lmstate.generation.params import sampling_params
@@ -306,8 +306,7 @@ def _go_on(
     model: Model, state: State, path: Path, text: str, pictures: list[bytes], chat: bool | None
 ) -> GenerateRequest:
     """A request on a saved state, restored to an empty one: the next question of a conversation, or more of a text."""
-    from lmstate.cli.chat.branches import messages_of
-    from lmstate.cli.chat.messages import question_of
+    from lmstate.cli.chat.messages import messages_of, question_of
     from lmstate.generation.conversation import align
     from lmstate.state import Snapshot
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, ClassVar
 
@@ -63,8 +63,11 @@ class Interrupt:
         self.asked = True
 
 
-def write_pieces(pieces: Iterator[str]) -> bool:
-    """Write text to stdout as it comes, and end the line. Returns whether Ctrl-C stopped it (the rest is not read)."""
+def write_pieces(pieces: Iterator[str], stop: Callable[[], None] | None = None) -> bool:
+    """Write text to stdout as it comes, and end the line. Returns whether Ctrl-C stopped it.
+
+    `stop`: ends the pieces, those that there are by then are written; None: the rest is not read.
+    """
     last = "\n"
     with Interrupt() as interrupt:
         try:
@@ -73,7 +76,9 @@ def write_pieces(pieces: Iterator[str]) -> bool:
                 sys.stdout.flush()
                 last = piece
                 if interrupt.asked:
-                    break
+                    if stop is None:
+                        break
+                    stop()
         finally:
             if not last.endswith("\n"):
                 sys.stdout.write("\n")

@@ -142,7 +142,6 @@ class Conversations:
     def commit(self, session: Session, record: Record) -> None:
         """Store a session's next record; then it counts. Raises SessionMoved or StoreUnreachable."""
         session.adopt(record, None if self._tier is None else self._stored(session, session.saved(record)))
-        self._remember_at(record, record.moment(), session.salt)
 
     def _stored(self, session: Session, saved: SavedSession) -> SavedSession:
         assert self._tier is not None
@@ -278,10 +277,11 @@ class Conversations:
     def remember(self, record: Record, salt: str) -> None:
         """Have its messages found again as the tokens that they were."""
         for moment in (*record.turns, record.moment()):
-            self._remember_at(record, moment, salt)
+            self.remember_at(record, moment, salt)
 
-    def _remember_at(self, record: Record, moment: Moment, salt: str) -> None:
-        if moment.messages and record.messages[moment.messages - 1].get("role") == "assistant":
+    def remember_at(self, record: Record, moment: Moment, salt: str) -> None:
+        """The same for its messages up to there, where they end in an answer whose tokens it has."""
+        if moment.tokens and moment.messages and record.messages[moment.messages - 1].get("role") == "assistant":
             messages = named(record.messages[: moment.messages])
             self._replay.remember(messages, record.tokens[: moment.tokens], salt)
 

@@ -95,15 +95,15 @@ class SessionEngine(EngineThread):
         self.changed(session)
         return session
 
-    def load_session(self, name: str, path: str | os.PathLike[str], salt: str = "") -> Session:
-        """A conversation from what `Session.save` wrote. Raises SnapshotError for a damaged file, or one of another
-        kind."""
-        snapshot = Snapshot.load(path)
+    def load_session(self, name: str, path: str | os.PathLike[str] | Snapshot, salt: str = "") -> Session:
+        """A conversation from a file that `Session.save` wrote, or from the snapshot in it. Raises SnapshotError for a
+        damaged file, or one of another kind."""
+        snapshot = path if isinstance(path, Snapshot) else Snapshot.load(path)
         try:
             record = Record.from_json(list(snapshot.tokens), snapshot.notes)
             record.media = list(snapshot.media)
         except ValueError as error:
-            raise SnapshotError(f"{path} holds no session of lmstate: {error}") from None
+            raise SnapshotError(f"{'it' if path is snapshot else path} holds no session of lmstate: {error}") from None
 
         def take(_: Model) -> None:
             state = self._new_state(1)
@@ -137,7 +137,8 @@ class SessionEngine(EngineThread):
             self.call(lambda _: self._conversations.release(session))
 
     def changed(self, session: Session) -> None:
-        """A session is elsewhere now: what going on from there needs is to stay."""
+        """A session is elsewhere now: what going on from there needs is to stay, and its last answer to be known."""
+        self._conversations.remember_at(session.record, session.record.moment(), session.salt)
         self._called(lambda _: self._conversations.hold(session, session.record))
 
     def refresh(self, session: Session) -> None:

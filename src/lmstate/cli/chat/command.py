@@ -1,4 +1,4 @@
-"""`lmstate chat`: a conversation on one state."""
+"""`lmstate chat`: a conversation on a session of an engine."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def chat(
     conversation = ChatConversation(
         loaded, system, sampler=sampling.of(loaded), max_new_tokens=max_tokens, draft=drafter, kv=kv
     )
-    with marked_pastes():
+    with closing(conversation), marked_pastes():
         failed = talk(conversation, stats, transcript and not typed_in)
     if failed and not typed_in:
         note(f"lmstate: {failed} of the questions and commands failed")
@@ -116,7 +116,7 @@ def answer(conversation: ChatConversation, question: str, stats: bool, instead: 
     ask = conversation.edit if instead else conversation.ask
     try:
         with closing(ask(as_text(question, "the question"))) as pieces:
-            stopped = write_pieces(pieces)
+            stopped = write_pieces(pieces, conversation.stop)
     except KeyboardInterrupt:  # the model was in the middle of a step, which then never happened: nor do its numbers
         stopped, stats = True, False
     if stopped:

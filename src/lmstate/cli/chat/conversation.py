@@ -1,33 +1,35 @@
-"""A conversation whose state goes on from turn to turn."""
+"""A conversation on a session of an engine; its branches are forks of that session."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from threading import Event
+from typing import TYPE_CHECKING, Any
 
-from lmstate.cli.chat.branches import Branches, load
-from lmstate.cli.chat.messages import Message, asked, question_of
-from lmstate.cli.progress import warn_of_length
-from lmstate.generation import Generation, Report, Sampler, SamplingParams
-from lmstate.generation.conversation import align, common_prefix
+from lmstate.cli.chat.branches import FIRST
+from lmstate.cli.chat.messages import Message, asked, messages_of, question_of
+from lmstate.cli.output import Interrupt
+from lmstate.cli.progress import PromptProgress, warn_of_length
+from lmstate.engine import Engine, Piece, Request, Session
+from lmstate.engine.session_record import Moment, Record
+from lmstate.generation import Report, Sampler, SamplingParams
 from lmstate.generation.params import sampling_params
-from lmstate.speculation import Speculator, make_drafter
-from lmstate.state.media import identities
+from lmstate.speculation import DraftReport
+from lmstate.state import Snapshot
 from lmstate.vision.pictures import picture_file
-from lmstate.vision.reader import pictures_of
+from lmstate.vision.reader import PicturePrompt, pictures_of
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
-    from lmstate.generation import RowPiece
     from lmstate.models.model import Model
     from lmstate.speculation import DraftChoice
-    from lmstate.state import Snapshot, State
 
 
+MEMORY = 2**50  # bytes, of which there are none as many: what a conversation holds is bounded by the machine
+LOOK_SECONDS = 0.1  # between two looks at how much of a prompt is read, and at Ctrl-C
+MAX_UNREAD = 64  # pieces of an answer that a terminal may be behind
+LOADED = ""  # session of a file, which no branch is called
 SETTINGS = {
     name: name
     for name in (
@@ -38,20 +40,18 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Replaced:
-    """A conversation as it was before `what` took its place."""
+    """A conversation as it was before `what` took its place: the records of its branches, and the one it was on."""
 
     what: str
-    messages: list[Message]
-    state: State
-    branches: Branches
+    records: dict[str, Record]
+    current: str
 
 
 class ChatConversation:
-    """Messages, and a state that holds as many of their tokens as the model has seen.
+    """A conversation with one user: an engine of its own, and a session for each branch.
 
-    The state ought to hold the rendered template of all messages. Before each answer the two are compared token
-    by token: the state is rewound to where they part, and the rest is fed. That is right for every template, also one
-    that rewrites earlier turns, and costs nothing for one that only appends.
+    The session holds the tokens as they were read and sampled, and each answer computes only what is new. A template
+    that rewrites what it is given has the engine go back to where the two part.
     """
 
     def __init__(
@@ -65,22 +65,37 @@ class ChatConversation:
         kv: Any = None,
     ) -> None:
         self.model = model
-        self._kv = kv
         self.system = system
         self.params = sampling_params(sampler, {"max_new_tokens": max_new_tokens})
-        self._draft = draft
-        self.draft = self._make_drafter()
         self.report: Report | None = None  # of the last answer
-        self.messages: list[Message] = []
         self.pictures: list[bytes] = []  # that go with the next question
+        model.on_part = None  # the engine reads prompts in parts of its own, on its thread
+        self.engine = Engine(model, rows=1, memory=MEMORY, draft=draft, kv=kv)
+        self.branches: dict[str, Session] = {}
+        self._request: Request | None = None
         self._replaced: Replaced | None = None
-        self._begin()
+        self._begin({FIRST: self._empty()}, FIRST)
 
-    def _make_drafter(self) -> DraftChoice:
-        """The drafter that is asked for; of a model one that holds a state, so that the model reads each turn once."""
-        if self._draft is None or isinstance(self._draft, str | Speculator):
-            return self._draft
-        return make_drafter(self._draft, self.model, 1, self.params, self.params.seed)
+    def close(self) -> None:
+        self.engine.close()
+
+    @property
+    def session(self) -> Session:
+        """The session of the branch that the conversation is on."""
+        return self.branches[self.current]
+
+    @property
+    def messages(self) -> list[Message]:
+        return self.session.messages
+
+    @property
+    def held(self) -> int:
+        """Tokens of the conversation."""
+        return len(self.session.tokens)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that its state holds, by layer kind."""
+        return self.engine.held(self.session.record.prompt) if self.held else {}
 
     def settings(self) -> dict[str, Any]:
         """The settings of sampling, by the names that `set` takes."""
@@ -93,13 +108,13 @@ class ChatConversation:
         field = SETTINGS[name]
         changes: dict[str, Any] = {field: getattr(SamplingParams(), field) if value is None else value}
         self.params = replace(self.params, **changes)
-        self.draft = self._make_drafter()
 
     def set_system(self, text: str) -> None:
         """Put a system message at the beginning, in the place of one that is there. The next answer reads all again."""
         self.system = text
-        rest = self.messages[1:] if self.messages and self.messages[0]["role"] == "system" else self.messages
-        self.messages = [{"role": "system", "content": text}, *rest]
+        messages = self.messages
+        rest = messages[1:] if messages and messages[0]["role"] == "system" else messages
+        self.session.restore(Record(messages=[{"role": "system", "content": text}, *rest]))
 
     def last_question(self) -> str:
         """The last question. Raises ValueError if nothing was."""
@@ -117,98 +132,181 @@ class ChatConversation:
         self.model.pictures()
         self.pictures.append(content)
 
-    def clear(self) -> None:
-        """Begin again with the system message alone; `undo` brings back all that was."""
-        if self.state.lengths[0] or len(self.branches.known) > 1:
-            self._remember("the clearing")
-        self._begin()
-
-    def load(self, path: Path) -> Snapshot:
-        """Go on from a saved conversation in the place of this one, which `undo_replacement` brings back."""
-        state = self._empty_state()
-        snapshot, messages = load(state, path)
-        self._remember(f"the load of {path}")
-        self.messages, self.state = messages, state
-        return snapshot
-
-    def _begin(self) -> None:
-        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        self.pictures = []
-        self.state = self._empty_state()
-        self.branches = Branches()
-
-    def _empty_state(self) -> State:
-        return self.model.new_state(rows=1, kv=self._kv)
-
-    def _remember(self, what: str) -> None:
-        self._replaced = Replaced(what, self.messages, self.state, self.branches.copy())
+    # ---- answers
 
     def ask(self, question: str) -> Generator[str]:
-        """The answer, piece by piece. The pieces given out are kept, also if the iterator is closed or an error ends
-        it. A question without any answer leaves no trace, and neither do its pictures.
+        """The answer, piece by piece. The pieces given out are kept, also if the iterator is closed. A question without
+        any answer leaves no trace, and neither do its pictures; nor does one whose answer an error ends.
         """
         self._replaced = None
-        self.state.mark(0)  # an /undo of this turn comes back here
-        messages = [*self.messages, question_of(question, self.pictures)]
+        self.engine.clear_prefixes()  # of answers that were taken back
+        self.session.mark()  # an /undo of this turn comes back here
+        before, message = self.session.record, question_of(question, self.pictures)
         self.pictures = []
-        prompt = self.model.encode(messages, add_generation_prompt=True)
-        warn_of_length(self.model, self.state.lengths[0], len(prompt))
-        generation = Generation(
-            self.model,
-            [align(self.state, prompt)],
-            self.state,
-            params=self.params,
-            draft=self.draft,
-        )
-        pieces = cast("Generator[RowPiece]", iter(generation))
+        request = self._request = self.session.send([message], params=self.params)
+        request.max_unread = MAX_UNREAD
+        warn_of_length(self.model, len(before.tokens), len(request.prompt))
+        given: list[Piece] = []
         try:
-            with closing(pieces):
-                for piece in pieces:
-                    yield piece.text
+            _wait(request)
+            for piece in request:
+                given.append(piece)
+                yield piece.text
         finally:
-            self.report = generation.report()
-            if self.report.generated or self.report.finished[0] is not None:
-                self.messages = [*messages, {"role": "assistant", "content": generation.texts[0]}]
+            self._end(request, before, given)
+
+    def stop(self) -> None:
+        """End the answer that is being made: no pieces follow but those that it has already."""
+        if self._request is not None:
+            self._request.cancel()
+
+    def _end(self, request: Request, before: Record, given: list[Piece]) -> None:
+        """End a request, and have the session keep what was given of its answer."""
+        self._request = self.report = None
+        request.cancel()
+        try:
+            completion = request.result()
+        except Exception:  # the iterator has raised it
+            return
+        (tokens,), usage, count = completion.tokens, completion.usage, sum(len(piece.tokens) for piece in given)
+        if count < len(tokens):
+            if count:
+                self.session.cut(len(request.prompt) + count, "".join(given))
+            else:
+                self.session.restore(before)
+        why = completion.finished[0]
+        self.report = Report(
+            fed=usage.prompt - usage.reused,
+            reused=usage.reused,
+            generated=count,
+            prefill_seconds=usage.queued + usage.prefill,
+            decode_seconds=usage.decode,
+            decoded=max(0, count - 1),
+            finished=(None if why == "cancelled" else why,),
+            draft=DraftReport(usage.drafted, usage.accepted),
+        )
 
     def edit(self, question: str) -> Generator[str]:
         """`ask` in the place of the last question, with its pictures. It stays with its answer where no other comes."""
-        messages, snapshot = self.messages, self.state.snapshot(0)
+        record = self.session.record
         self.undo(1)
         before = self.messages
-        self.pictures = [*pictures_of(messages[len(before) :][:1]), *self.pictures]
+        self.pictures = [*pictures_of(record.messages[len(before) :][:1]), *self.pictures]
         try:
             yield from self.ask(question)
         finally:
-            if self.messages is before:
-                self.messages = messages
-                self.state.restore(0, snapshot)
+            if self.messages == before:
+                self.session.restore(record)
 
-    def undo_replacement(self) -> str | None:
-        """Bring back what `clear` or `load` replaced, if nothing was asked since; returns its name, None if nothing."""
-        if (before := self._replaced) is None:
-            return None
-        self.messages, self.state, self.branches = before.messages, before.state, before.branches
-        self._replaced = None
-        return before.what
+    # ---- going back, and elsewhere
 
     def undo(self, turns: int) -> int:
         """Take back the last turns. Returns the tokens that the next answer must recompute because of it."""
-        begins = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
+        record = self.session.record.copy()
+        begins = [index for index, message in enumerate(record.messages) if message["role"] == "user"]
         if not 1 <= turns <= len(begins):
             raise ValueError(
                 f"{turns} turn{'s' * (turns != 1)} cannot be taken back; "
                 f"there {'is' if len(begins) == 1 else 'are'} {len(begins)}"
             )
-        messages = self.messages[: begins[-turns]]
-        kept = self.model.encode(messages, add_generation_prompt=False).identities if messages else []
-        to = common_prefix(identities(self.state.tokens(0), self.state.media(0)), kept)
-        cost = self.state.rewind_cost(0, to)
-        self.state.rewind(0, to)
-        self.messages = messages
-        return cost
+        count = begins[-turns]
+        # A file may not tell where its turns begin: then the messages that are left are read again.
+        record.back(next((turn for turn in record.turns if turn.messages == count), Moment(0, count)))
+        self.session.restore(record)
+        return self.cost()
+
+    def cost(self) -> int:
+        """Tokens that the next answer must recompute."""
+        if not (prompt := self.session.record.prompt).tokens:
+            spoken = any(message["role"] == "assistant" for message in self.messages)
+            return len(self.model.encode(self.messages, add_generation_prompt=False)) if spoken else 0
+        following = PicturePrompt([*prompt.tokens, 0], prompt.media)  # any token that is new
+        return self.engine.explain(following).computed - 1
+
+    def clear(self) -> None:
+        """Begin again with the system message alone; `undo_replacement` brings back all that was."""
+        if self.held or len(self.branches) > 1:
+            self._remember("the clearing")
+        self._begin({FIRST: self._empty()}, FIRST)
+
+    def undo_replacement(self) -> str | None:
+        """Bring back what `clear` or `load` replaced, if nothing was asked since; returns its name, None if nothing."""
+        if (before := self._replaced) is None:
+            return None
+        self._begin(before.records, before.current)
+        self._replaced = None
+        return before.what
+
+    def fork(self, name: str) -> None:
+        """Begin a branch here and go on in it. Raises ValueError for a name that is taken or empty."""
+        if not name or name in self.branches:
+            raise ValueError(f"there is a branch {name!r} already" if name else "a branch needs a name: /fork NAME")
+        self.branches[name] = self.session.fork(name)
+        self.current = name
+
+    def switch(self, name: str) -> int:
+        """Go to another branch. Returns the tokens that its next answer must recompute. Raises ValueError if there is
+        none of this name."""
+        if name not in self.branches:
+            raise ValueError(f"there is no branch {name!r}; there are {', '.join(self.branches)}")
+        if name == self.current:
+            raise ValueError(f"the conversation is on {name!r} already")
+        self.current = name
+        return self.cost()
+
+    # ---- files
+
+    def save(self, path: Path, force: bool = False) -> None:
+        """Write the state and the messages of the current branch.
+
+        Raises OSError where the file cannot be written, FileExistsError where there is one and `force` does not ask to
+        replace it.
+        """
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a directory; name a file in it")
+        if path.exists() and not force:
+            raise FileExistsError(f"{path} exists; /save --force {path} replaces it")
+        self.session.save(path)
+
+    def load(self, path: Path) -> int:
+        """Go on from a saved conversation in the place of this one, which `undo_replacement` brings back. Returns the
+        tokens that the next answer must recompute.
+
+        Raises `SnapshotError` (a ValueError) for files that are damaged or of another model, ValueError for a snapshot
+        that no chat wrote; the conversation is then as it was.
+        """
+        snapshot = Snapshot.load(path)
+        if messages_of(snapshot) is None:
+            raise ValueError(f"{path} is a snapshot, but of no conversation: it has no messages")
+        loaded = self.engine.load_session(LOADED, snapshot)
+        try:
+            self._remember(f"the load of {path}")
+            self.session.restore(loaded.record)
+        finally:
+            loaded.close()
+        return self.cost()
+
+    # ---- the parts of it
+
+    def _empty(self) -> Record:
+        return Record(messages=[] if self.system is None else [{"role": "system", "content": self.system}])
+
+    def _begin(self, records: dict[str, Record], current: str) -> None:
+        for session in self.branches.values():
+            session.close()
+        self.branches = {name: self.engine.new_session(name, record) for name, record in records.items()}
+        self.current, self.pictures = current, []
+
+    def _remember(self, what: str) -> None:
+        self._replaced = Replaced(what, {name: each.record for name, each in self.branches.items()}, self.current)
 
 
-def turns(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
-    """(question, answer) of every turn."""
-    spoken = [message["content"] for message in messages if message["role"] != "system"]
-    return zip(spoken[::2], spoken[1::2])
+def _wait(request: Request) -> None:
+    """Wait until its answer begins, and tell how far its prompt is read. Raises KeyboardInterrupt after Ctrl-C."""
+    begun = Event()
+    request.follow(lambda pieces, outcome: begun.set() if pieces or outcome is not None else None)
+    progress = PromptProgress()
+    while not begun.wait(LOOK_SECONDS):
+        Interrupt.check()
+        progress(*request.progress)
+    progress(len(request.prompt), len(request.prompt))

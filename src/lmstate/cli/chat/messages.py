@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Sequence
 from typing import Any
+
+from lmstate.state import Snapshot
+from lmstate.vision.stored import to_json, with_bytes
 
 Message = dict[str, Any]
 """`role`, and `content`: a text, or parts of text and of pictures (`{"type": "image", "image": bytes}`)."""
@@ -46,3 +51,19 @@ def _is_part(part: dict[str, Any]) -> bool:
     if part.get("type") == "image":
         return set(part) == {"type", "image"} and isinstance(part["image"], bytes)
     return set(part) == {"type", "text"} and part["type"] == "text" and isinstance(part["text"], str)
+
+
+def with_messages(snapshot: Snapshot, messages: list[Message]) -> Snapshot:
+    """The snapshot with a conversation's messages in its notes, where `messages_of` and `Engine.load_session` find
+    them."""
+    record = {"messages": messages, "turns": [], "marks": []}  # as `lmstate.engine.session_record` writes it
+    return dataclasses.replace(snapshot, notes=json.dumps(record, default=to_json))
+
+
+def messages_of(snapshot: Snapshot) -> list[Message] | None:
+    """The messages in a snapshot's notes; None if it is of no conversation."""
+    try:
+        messages = list(map(with_bytes, json.loads(snapshot.notes)["messages"]))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return messages if all(map(is_message, messages)) else None

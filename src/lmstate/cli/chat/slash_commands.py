@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmstate.cli.chat.branches import save
+from lmstate.cli.chat.branches import drawn
 from lmstate.cli.chat.conversation import ChatConversation
 from lmstate.cli.chat.input import PROMPT, quoted
 from lmstate.cli.chat.messages import shown
@@ -55,8 +55,7 @@ def complete(begun: str, commands: Mapping[str, Command], conversation: ChatConv
     if not space:
         lines = [f"{each} " if command.usage != each else each for each, command in commands.items()]
     elif name == "/switch":
-        branches = conversation.branches
-        lines = [f"{name} {branch}" for branch in branches.known if branch != branches.current]
+        lines = [f"{name} {branch}" for branch in conversation.branches if branch != conversation.current]
     elif name == "/set":
         lines = [f"{name} {setting} " for setting in conversation.settings()]
     elif name in ("/load", "/save", "/image"):
@@ -90,28 +89,27 @@ def _exit(conversation: ChatConversation, argument: str) -> str:
 
 
 def _clear(conversation: ChatConversation, argument: str) -> str:
-    held = conversation.state.lengths[0]
+    held = conversation.held
     conversation.clear()
     stays = "; the system message stays" if conversation.system else ""
     return f"forgot {held} tokens{stays}; /undo brings them back"
 
 
 def _tokens(conversation: ChatConversation, argument: str) -> str:
-    held = conversation.state.lengths[0]
-    return f"{held} tokens held, {len(conversation.messages)} messages"
+    return f"{conversation.held} tokens held, {len(conversation.messages)} messages"
 
 
 def _memory(conversation: ChatConversation, argument: str) -> str:
-    memory = conversation.state.memory()
+    memory = conversation.memory()
     parts = ", ".join(f"{kind} {size(count)}" for kind, count in memory.items())
-    return f"{size(sum(memory.values()))} for {conversation.state.lengths[0]} tokens ({parts or 'nothing yet'})"
+    return f"{size(sum(memory.values()))} for {conversation.held} tokens ({parts or 'nothing yet'})"
 
 
 def _undo(conversation: ChatConversation, argument: str) -> str:
     if argument and not argument.isdecimal():
         raise ValueError(f"/undo takes a number of turns, not {argument!r}")
     if not argument and (what := conversation.undo_replacement()):
-        return f"took back {what}; {conversation.state.lengths[0]} tokens held"
+        return f"took back {what}; {conversation.held} tokens held"
     turns = int(argument or 1)
     cost = conversation.undo(turns)
     return f"took back {turns} turn{'s' * (turns > 1)}; {_priced(cost)}"
@@ -168,21 +166,19 @@ def _number(text: str) -> float | None:
 
 
 def _fork(conversation: ChatConversation, argument: str) -> str:
-    conversation.branches.fork(conversation.messages, conversation.state, argument)
+    conversation.fork(argument)
     return f"on {argument} from here; /switch goes back"
 
 
 def _switch(conversation: ChatConversation, argument: str) -> str:
     if not argument:
-        raise ValueError(f"/switch needs the name of a branch; there are {', '.join(conversation.branches.known)}")
-    state = conversation.state
-    conversation.messages = conversation.branches.switch(conversation.messages, state, argument)
-    cost = state.rewind_cost(0, state.lengths[0])
-    return f"on {argument}, {state.lengths[0]} tokens; {_priced(cost)}"
+        raise ValueError(f"/switch needs the name of a branch; there are {', '.join(conversation.branches)}")
+    cost = conversation.switch(argument)
+    return f"on {argument}, {conversation.held} tokens; {_priced(cost)}"
 
 
 def _tree(conversation: ChatConversation, argument: str) -> str:
-    return conversation.branches.tree(conversation.messages, conversation.state)
+    return drawn(conversation.branches, conversation.current)
 
 
 def _save(conversation: ChatConversation, argument: str) -> str:
@@ -190,15 +186,16 @@ def _save(conversation: ChatConversation, argument: str) -> str:
     name = argument.removeprefix("--force ").strip()
     if not name:
         raise ValueError("/save needs a file name")
-    snapshot = save(conversation.messages, conversation.state, Path(name).expanduser(), force)
-    return f"saved {snapshot.length} tokens, {size(snapshot.nbytes)}, to {name}"
+    path = Path(name).expanduser()
+    conversation.save(path, force)
+    return f"saved {conversation.held} tokens, {size(path.stat().st_size)}, to {name}"
 
 
 def _load(conversation: ChatConversation, argument: str) -> str:
     if not argument:
         raise ValueError("/load needs a file name")
-    snapshot = conversation.load(Path(argument).expanduser())
-    return f"{snapshot.length} tokens from {argument}; {_priced(snapshot.backlog)}"
+    cost = conversation.load(Path(argument).expanduser())
+    return f"{conversation.held} tokens from {argument}; {_priced(cost)}"
 
 
 def _priced(cost: int) -> str:
