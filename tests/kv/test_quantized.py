@@ -150,7 +150,7 @@ def test_decoded_numbers_are_half_a_step_off_at_most(bits: int, dim: int, size: 
     most = {8: 127, 4: 7.5, 2: 1.5}[bits]
     span = groups.abs().amax(-1) / most
     if bits == 2:  # numbers far from the others are cut off
-        span = span.minimum(groups.square().mean(-1).sqrt())
+        span = span.minimum(kv_format.SPREAD * groups.square().mean(-1).sqrt())
         groups = groups.clamp(-most * span[..., None], most * span[..., None])
     # Scales are rounded to float16, whose smallest step is 2^-24.
     rounding = groups.abs().amax(-1) * 2**-10 + 2.0**-24 * 130
@@ -177,7 +177,7 @@ def test_codes_of_a_block_are_half_a_step_off_at_most(bits: int) -> None:
         channels, most = channels - middle, {4: 7.5, 2: 1.5}[bits]
         span = channels.abs().amax(2) / most
         if bits == 2:  # numbers far from the others are cut off
-            span = span.minimum(channels.square().mean(2).sqrt())
+            span = span.minimum(kv_format.SPREAD * channels.square().mean(2).sqrt())
             channels = channels.clamp(-most * span[:, :, None], most * span[:, :, None])
         assert ((got - middle - channels).abs() <= (span * 0.51 + rounding)[:, :, None]).all()
 

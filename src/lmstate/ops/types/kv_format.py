@@ -22,6 +22,9 @@ GROUP = 64
 BLOCK = 64
 """Positions whose keys share a channel's scale."""
 LARGEST = 65504.0  # of float16
+SPREAD = 1.15
+"""Standard deviations that codes of 2 bits are apart, at most. Normally distributed numbers have the least square error
+with 1; perplexity was lower with this, which cuts fewer numbers off."""
 
 
 def group_of(dim: int, bits: int, most: int = GROUP) -> int:
@@ -126,8 +129,8 @@ def _most(bits: int) -> float:
 def _scale(x: Tensor, bits: int) -> Tensor:
     """For x `[..., D]`: float16 `[..., 1]`."""
     scale = x.abs().amax(-1, keepdim=True) / _most(bits)
-    if bits == 2:  # four codes stand for normally distributed numbers best if they lie a standard deviation apart
-        scale = torch.minimum(scale, x.square().mean(-1, keepdim=True).sqrt())
+    if bits == 2:
+        scale = torch.minimum(scale, SPREAD * x.square().mean(-1, keepdim=True).sqrt())
     return scale.clamp(max=LARGEST).half()
 
 

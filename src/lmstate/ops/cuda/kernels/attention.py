@@ -372,7 +372,7 @@ def _coded(x, N: tl.constexpr, BITS: tl.constexpr):
     MOST: tl.constexpr = 127.0 if BITS == 8 else ((1 << BITS) - 1) / 2
     scale = tl.max(tl.abs(x), 1) / MOST
     if BITS == 2:
-        scale = tl.minimum(scale, tl.sqrt(tl.sum(x * x, 1) / N))
+        scale = tl.minimum(scale, 1.15 * tl.sqrt(tl.sum(x * x, 1) / N))  # `kv_format.SPREAD`
     scale = tl.minimum(scale, 65504.0).to(tl.float16)
     x = x / tl.where(scale == 0, 1.0, scale.to(tl.float32))[:, None]
     if BITS == 8:

@@ -39,10 +39,12 @@ static void load_head(const void *x, float *y, int64_t n, int64_t kind) {
 /* The largest code, counted from the middle of all. */
 INLINE float most_of(int64_t bits) { return bits == 8 ? 127.0f : (float)((1 << bits) - 1) * 0.5f; }
 
+#define SPREAD 1.15f /* standard deviations that codes of 2 bits are apart: lmstate.ops.types.kv_format has the same */
+
 /* The scale of n numbers as it is stored, and what to divide by: where it is 0 the codes do not matter. */
 INLINE float step_of(float largest, float squares, int64_t n, int64_t bits, uint16_t *scale) {
   float step = largest / most_of(bits);
-  if (bits == 2) step = fminf(step, sqrtf(squares / (float)n));
+  if (bits == 2) step = fminf(step, SPREAD * sqrtf(squares / (float)n));
   *scale = float_to_f16_bits(fminf(65504.0f, step));
   step = f16_to_float_bits(*scale);
   return step == 0 ? 1 : step;
