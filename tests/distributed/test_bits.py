@@ -9,6 +9,7 @@ import torch
 
 import lmstate
 from lmstate.models.fingerprint import weights_in
+from lmstate.models.layers.mla import MultiHeadLatentAttention
 from lmstate.ops.weights.split import SplitWeight
 from tests.distributed.helpers import WIDE, one_process, over_threads, same, saved
 from tests.state.test_other_device import story
@@ -61,6 +62,25 @@ def test_recurrences_are_split_by_heads(case: str, kind: str, tmp_path: Path) ->
             assert all(
                 torch.equal(ours.layers[index][name], theirs.layers[index][name]) for name in theirs.layers[index]
             )
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize(
+    "case", ["deepseek_v3", "deepseek_v2-greedy", "axk2", "dots3_note", "bailing_hybrid", "glm5_next"]
+)
+def test_latent_attention_is_split_by_heads(case: str, kind: str, tmp_path: Path) -> None:
+    """Its queries from a latent or of their own, with gates of heads or of values, over all positions or chosen ones.
+    Every rank stores all latents."""
+    folder = saved(case, tmp_path)
+    with over_threads(folder, kind, 2) as (model, _):
+        one = one_process(folder, kind)
+        assert same(story(model, tmp_path), story(one, tmp_path))
+        pairs = [
+            (ours.mixer, theirs.mixer)
+            for ours, theirs in zip(model.blocks, one.blocks)
+            if isinstance(ours.mixer, MultiHeadLatentAttention) and isinstance(theirs.mixer, MultiHeadLatentAttention)
+        ]
+        assert pairs and all(len(ours.key_up) == len(theirs.key_up) // 2 for ours, theirs in pairs)
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma3n", "qwen3_moe", "qwen3_5-tied", "mamba2-groups", "qwen3_next"])

@@ -86,7 +86,8 @@ class Follower:
             case "plan":
                 state.plan(arguments[0], speculative=arguments[1], rewindable=arguments[2])
             case "record_logits":
-                state.record_logits(*_unknown(state, *arguments))
+                dimensions, kept, ids = arguments
+                state.record_logits(*_unknown(state, dimensions, kept), ids)
             case "commit_backlog":
                 state.commit_backlog(torch.zeros(state.rows, 0) if arguments[0] else None)
             case "plan_backlog" | "commit" | "commit_path" | "discard" | "queue" | "expect" | "rewind" | "mark":

@@ -73,9 +73,11 @@ class MirroredState(State):
         with self._mirrored("plan", ids, speculative, rewindable):
             return super().plan(ids, speculative=speculative, rewindable=rewindable)
 
-    def record_logits(self, logits: Tensor | None, kept: Sequence[int] | None = None) -> None:
-        with self._mirrored("record_logits", None if logits is None else logits.ndim, kept):
-            super().record_logits(logits, kept)
+    def record_logits(
+        self, logits: Tensor | None, kept: Sequence[int] | None = None, ids: list[list[int]] | None = None
+    ) -> None:
+        with self._mirrored("record_logits", None if logits is None else logits.ndim, kept, ids):
+            super().record_logits(logits, kept, ids)
 
     def record_tree(self, tree: PendingTree[State]) -> None:
         assert isinstance(tree.state, MirroredState)

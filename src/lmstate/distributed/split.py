@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.gated_delta_net import GatedDelta, LowRankProjection
 from lmstate.models.layers.in_states import beside_states, read_by_state
 from lmstate.models.layers.mamba2 import Mamba2
+from lmstate.models.layers.mla import MultiHeadLatentAttention
 from lmstate.models.layers.mlp import MLP
 from lmstate.models.layers.moe import MixtureOfExperts, Router
 from lmstate.models.mapped import mapped
@@ -67,8 +68,11 @@ class Splitter:
         done: dict[int, Any] = {}
         blocks = []
         for block, cut in zip(model.blocks, cuts, strict=True):
-            if cut and id(block.mixer) not in done:
-                done[id(block.mixer)] = self.mixer(block.mixer, cut)
+            if id(block.mixer) not in done:
+                if cut:
+                    done[id(block.mixer)] = self.mixer(block.mixer, cut)
+                elif _splits_latent(block.mixer, self.ranks):
+                    done[id(block.mixer)] = self.latent(block.mixer)
             if type(block.mlp) is MLP and id(block.mlp) not in done:
                 done[id(block.mlp)] = self.mlp(block.mlp)
             blocks.append(mapped(block, self.part, done))
@@ -151,6 +155,34 @@ class Splitter:
             sinks=_at(whole.sinks, own),
             slopes=_at(whole.slopes, own),
             biases=_at(whole.biases, own),
+        )
+
+    def latent(self, whole: MultiHeadLatentAttention) -> MultiHeadLatentAttention:
+        """Latent attention of the heads of this rank. All ranks store the latents, which all heads read."""
+        count, nope, _ = whole.key_up.shape
+        value, gate = whole.value_up.shape[2], whole.gates // count
+        heads = _shares(count, self.ranks)
+        own = _span(heads, self.group.rank)
+        down, bias, q_up = self.outputs(whole.down), whole.down_bias, whole.q_up
+        if q_up is not None:
+            q_up = self.rows(q_up, _of_heads(own, q_up.out_features // count))
+        if q_up is None or gate:  # some outputs of `down` are of heads
+            behind = whole.down.out_features - whole.gates
+            width = nope + whole.rope_dim if q_up is None else 0  # of a head's query among them
+            shared = torch.arange(count * width, behind)
+            outputs = torch.cat([_of_heads(own, width), shared, behind + _of_heads(own, gate)])
+            down, bias = self.rows(whole.down, outputs), _at(bias, outputs)
+        return replace(
+            whole,
+            down=down,
+            down_bias=bias,
+            q_up=q_up,
+            key_up=whole.key_up[own].contiguous(),
+            value_up=whole.value_up[own].contiguous(),
+            out=self.second(whole.out, [each * value for each in heads]),
+            gates=len(own) * gate,
+            sinks=_at(whole.sinks, own),
+            index=mapped(whole.index, self.part),
         )
 
     def delta(self, whole: GatedDelta) -> GatedDelta:
@@ -317,6 +349,13 @@ def _splits(mixer: Attention, ranks: int) -> bool:
     norms = [norm for norm in (mixer.q_norm, mixer.k_norm, mixer.v_norm) if norm is not None]
     by_head = all(norm.weight.shape == (mixer.head_dim,) for norm in norms)
     return by_head and mixer.gates % mixer.heads == 0 and not isinstance(mixer.out, PartWeight)
+
+
+def _splits_latent(mixer: object, ranks: int) -> TypeGuard[MultiHeadLatentAttention]:
+    """Whether it is latent attention that has heads for all ranks, and a query's latent or queries of heads."""
+    if type(mixer) is not MultiHeadLatentAttention or len(mixer.key_up) < ranks or mixer.gates % len(mixer.key_up):
+        return False
+    return mixer.q_up is not None or (mixer.q_norm is None and mixer.index is None)
 
 
 def _cut_of_delta(mixer: GatedDelta, ranks: int) -> LayerCut:
