@@ -61,6 +61,7 @@ LOADED_AS = {
     "gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "gemma4": "gemma4_text", "llama4": "llama4_text",
     "gemma4_unified": "gemma4_unified_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
     "gpt-sw3": "gpt2", "dots3_note": "dots3_note_text", "mllama": "mllama_text_model", "emu3": "emu3_text_model",
+    "inkling_mm_model": "inkling_text",
     "fuyu": "persimmon", "got_ocr2": "qwen2", "moss_transcribe_diarize": "qwen3",
     "qwen4_exp": "qwen4_exp_text",
 }  # fmt: skip

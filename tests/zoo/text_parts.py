@@ -25,7 +25,13 @@ BESIDE = {
             "model_type": "blip_2_qformer", "num_hidden_layers": 1, "intermediate_size": 16,
             "cross_attention_frequency": 1,
         },
-    }
+    },
+    "Inkling": {
+        "vision_config": {
+            "model_type": "inkling_vision", "hidden_size": 16, "num_hidden_layers": 4, "patch_size": 2,
+            "num_attention_heads": 2,
+        }
+    },
 }  # fmt: skip
 
 
@@ -61,6 +67,12 @@ CASES = {
     "hunyuan_vl": partial(
         seeing, "HunYuanVL", head_dim=16, tied=True,
         rope_parameters={**_ROPE, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "mrope_section": [4, 2, 2]},
+    ),
+    "inkling-wrapped": partial(
+        seeing, "Inkling", num_hidden_layers=2, head_dim=16, swa_head_dim=8, swa_num_attention_heads=6, d_rel=4,
+        swa_num_key_value_heads=3, sliding_window_size=13, moe_intermediate_size=24, n_routed_experts=5,
+        num_experts_per_tok=2, logits_mup_width_multiplier=0.5, layer_types=["hybrid_sliding", "hybrid"],
+        mlp_layer_types=["dense", "sparse"], rel_extent=40, route_scale=1.5,
     ),
     "qwen2-got_ocr2": partial(seeing, "GotOcr2"),
     "persimmon-fuyu": partial(seeing, "Fuyu"),

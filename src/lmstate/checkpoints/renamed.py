@@ -21,8 +21,10 @@ BASES = {
     "word_embeddings.weight": "transformer.",
 }
 HEAD = "lm_head."
-# Heads of GPT-NeoX, RWKV, BioGPT, ModernBERT's decoder, Whisper, T5Gemma.
-OTHER_HEADS = ("embed_out", "head", "output_projection", "decoder", "proj_out", "lm_head.out_proj")
+# Heads of GPT-NeoX, RWKV, BioGPT, ModernBERT's decoder, Whisper, T5Gemma, Inkling.
+OTHER_HEADS = (
+    "embed_out", "head", "output_projection", "decoder", "proj_out", "lm_head.out_proj", "model.llm.unembed"
+)  # fmt: skip
 COMPILED = "_orig_mod."  # torch.compile wraps a module, and the wrapper shows in the names of what is saved
 CONSTANTS = (".masked_bias",)  # what old versions of transformers put where attention may not look; no weight
 

@@ -11,7 +11,7 @@ from lmstate.checkpoints.source import Source
 from lmstate.errors import ModelError
 
 # Where wrappers put the text model, with its head or without, and where its head is.
-TEXT = re.compile(r"(model\.)?(language|text)_model\.")
+TEXT = re.compile(r"(model\.)?((language|text)_model|llm)\.")
 TEXT_HEAD = re.compile(r"(model\.)?((language|text)_model\.)?lm_head\.")
 # Where some have the text model's multi-token prediction heads: beside it.
 HEADS = "mtp."
@@ -40,8 +40,8 @@ class TextModelSource(Renamed):
         if not any(base + embedding in self.names() for embedding, base in BASES.items()):
             raise ModelError(
                 f"{whole.path} wraps a text model, says its config, and no embedding of one is where lmstate looks: "
-                f"under language_model. or text_model., alone or after model., or under model. itself. The checkpoint "
-                f"is incomplete, or its tensors are named in a way that is not supported"
+                f"under language_model., text_model. or llm., alone or after model., or under model. itself. The "
+                f"checkpoint is incomplete, or its tensors are named in a way that is not supported"
             )
         require_head(self, text_config, whole.config)
 
@@ -54,5 +54,6 @@ def _plain(name: str) -> str | None:
     if head := TEXT_HEAD.match(name):
         return HEAD + name[head.end() :]
     if text := TEXT.match(name):
-        return name[text.end() :]
+        inside = name[text.end() :]
+        return "embed_tokens.weight" if inside == "embed.weight" else inside  # of Inkling
     return name if name.startswith(HEADS) else None

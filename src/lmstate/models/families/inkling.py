@@ -5,18 +5,21 @@ x = x + conv(attention(norm(x)))                            # keys and values co
 x = x + conv(sum over chosen e: g_e * expert_e(norm(x)))    # some experts always; or an MLP
 logits = scale * head(norm(x))
 
-A convolution adds its input to what it gives. Layers with a window have other sizes.
+A convolution adds its input to what it gives. Layers with a window have other sizes. Published files have names of
+their own, and the rows of gates and of what they gate by turns.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lmstate.checkpoints.config import Config
-from lmstate.checkpoints.loader import WeightLoader
+from lmstate.checkpoints.loader import Numbers, WeightLoader
+from lmstate.checkpoints.renamed import Renamed
 from lmstate.checkpoints.source import floats
 from lmstate.models.families import builders as b
 from lmstate.models.layers.embedding import NormedEmbedding
@@ -30,7 +33,7 @@ from lmstate.models.layers.relative_attention import (
     SinkRouter,
 )
 from lmstate.models.model import Block, Model
-from lmstate.ops import FloatWeight
+from lmstate.ops import FloatWeight, Weight
 
 DEFAULTS: b.Defaults = {
     "inkling_text": {
@@ -58,22 +61,43 @@ DEFAULTS: b.Defaults = {
 }
 FULL, SLIDING = "hybrid", "hybrid_sliding"
 MAX_EXTENT = 2**16
+NAMES = {"sconv_kernel_size": "conv_kernel_size", "model_max_length": b.POSITIONS}
+# Parts of names in published files -> those in memory.
+PUBLISHED = {
+    r"\.attn\.": ".self_attn.",
+    r"\.w([qkvr])_d[uv]\.": r".\1_proj.",
+    r"\.wo_ud\.": ".o_proj.",
+    r"_sconv\.weight$": "_sconv.conv1d.weight",
+    r"\.attn_norm\.": ".input_layernorm.",
+    r"\.mlp_norm\.": ".post_attention_layernorm.",
+    r"^model\.embed_norm\.": "model.embed_tokens.embed_norm.",
+    r"\.mlp\.gate\.bias$": ".mlp.gate.e_score_correction_bias",
+    r"\.mlp\.w2_md\.": ".mlp.down_proj.",
+    r"\.experts\.w2_weight$": ".experts.down_proj",
+    r"\.shared_experts\.shared_w2_weight$": ".shared_experts.down_proj",
+}
 
 
 def build(w: WeightLoader) -> Model:
-    config = w.config
+    w = w.over(Renamed(w.source, [(_plain(name), name) for name in w.source.names()], w.source.config))
+    w.config = config = b.with_usual_names(b.completed(w.config, DEFAULTS["inkling_text"]), NAMES)
     shape, kinds = b.Dims.of(config), _kinds(config)
     mixtures = config.strs("mlp_layer_types", shape.layers, ("dense", "sparse"), default=None) or [
         "dense" if index < config.int("dense_mlp_idx", low=0, default=0) else "sparse" for index in range(shape.layers)
     ]
-    inner, act, width = config.int("intermediate_size", low=1, high=b.MAX_SIZE), b.activation(config), 0
+    inner, act = config.int("intermediate_size", low=1, high=b.MAX_SIZE), b.activation(config)
     width = b.expert_width(config)
     if config.given("dense_intermediate_size"):  # then the other one is that of the experts
         inner, width = config.int("dense_intermediate_size", low=1, high=b.MAX_SIZE), inner
     normed = b.rms_norms(w, shape)
 
     def mlp(prefix: str) -> MLP:
-        return b.mlp(w, prefix, shape.hidden, inner, act, biased=False)
+        if not w.has(f"{prefix}.w13_dn.weight"):
+            return b.mlp(w, prefix, shape.hidden, inner, act, biased=False)
+        both = w.linear(
+            f"{prefix}.w13_dn.weight", shape=(2 * inner, shape.hidden), order=lambda: _parted(torch.arange(2 * inner))
+        )
+        return MLP(both, w.linear(f"{prefix}.down_proj.weight", shape=(shape.hidden, inner)), act)
 
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
@@ -158,20 +182,6 @@ def _attention(w: WeightLoader, prefix: str, shape: b.Dims, slides: bool) -> Rel
 def _mixture(w: WeightLoader, prefix: str, shape: b.Dims, width: int, act: str) -> MixtureOfExperts:
     config, count = w.config, b.expert_count(w.config)
     always, hidden = config.int("n_shared_experts", low=1, high=b.MAX_SIZE), shape.hidden
-    shared = [f"{prefix}.shared_experts.{part}_proj" for part in ("gate", "up", "down")]
-    stacked = w.has(shared[0])  # else each is one of its own, as in GGUF
-    for name, size in zip(shared, ((width, hidden), (width, hidden), (hidden, width))):
-        if stacked:
-            w.expect(name, (always, *size))
-
-    def common(index: int) -> MLP:
-        gate, up, down = shared
-        both = w.derived(
-            f"{gate}+{up}[{index}]", gate, up, shape=(2 * width, hidden),
-            make=lambda *parts: torch.cat([floats(part)[index] for part in parts]),
-        )  # fmt: skip
-        return MLP(both, w.stacked(down, index), act)
-
     router = SinkRouter(
         b.router_weight(w, f"{prefix}.gate.weight", count + always, hidden),
         b.top_k(config, count),
@@ -179,12 +189,43 @@ def _mixture(w: WeightLoader, prefix: str, shape: b.Dims, width: int, act: str) 
         w.tensor(f"{prefix}.gate.e_score_correction_bias", (count,)),
         config.float("route_scale", low=0.0) * float(w.tensor(_factor(w, prefix), (1,))),
     )
-    if not stacked:
-        always_used = b.experts(w, f"{prefix}.shared_experts", always, hidden, width, act)
-    else:
-        always_used = [common(index) for index in range(always)]
-    routed = b.experts(w, f"{prefix}.experts", count, hidden, width, act)
-    return MixtureOfExperts(router, [*routed, *always_used])
+    routed = _experts(w, f"{prefix}.experts", "w13_weight", count, hidden, width, act)
+    common = _experts(w, f"{prefix}.shared_experts", "shared_w13_weight", always, hidden, width, act)
+    return MixtureOfExperts(router, [*routed, *common])
+
+
+def _experts(
+    w: WeightLoader, prefix: str, published: str, count: int, hidden: int, width: int, act: str
+) -> list[MLP]:  # fmt: skip
+    """Experts of one kind. `published`: what files call the gates and what they gate, by turns, of all of them."""
+    by_turns, gate, up = (f"{prefix}.{name}" for name in (published, "gate_proj", "up_proj"))
+    if not w.has(by_turns) and not w.has(gate):
+        return b.experts(w, prefix, count, hidden, width, act)
+    tensors = [by_turns] if w.has(by_turns) else [gate, up]
+    for name in tensors:
+        w.expect(name, (count, 2 * width // len(tensors), hidden))
+
+    def both(index: int) -> Weight:
+        def made(*parts: Numbers) -> Tensor:
+            rows = torch.cat([floats(part)[index] for part in parts])
+            return rows if len(parts) > 1 else _parted(rows)
+
+        return w.derived(f"{'+'.join(tensors)}[{index}]", *tensors, make=made, shape=(2 * width, hidden))
+
+    down = f"{prefix}.down_proj"
+    return [MLP(both(index), w.stacked(down, index, (count, hidden, width)), act) for index in range(count)]
+
+
+def _parted(rows: Tensor) -> Tensor:
+    """Rows that lie by turns as gates first, then what they gate."""
+    return torch.cat([rows[0::2], rows[1::2]])
+
+
+def _plain(name: str) -> str:
+    """The name in memory of a tensor."""
+    for published, own in PUBLISHED.items():
+        name = re.sub(published, own, name)
+    return name
 
 
 def _factor(w: WeightLoader, prefix: str) -> str:
