@@ -10,14 +10,22 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
+from lmstate.ops.cuda import attention as kernels
 from lmstate.ops.cuda import configs, dense, recurrent
-from lmstate.ops.types.params import Norm
+from lmstate.ops.cuda.attention import attend
+from lmstate.ops.types.block_table import BLOCK_TOKENS, RowBlocks
+from lmstate.ops.types.params import AttentionParams, CausalMask, Norm
 from lmstate.ops.types.recurrences import DeltaOperands
+from lmstate.ops.types.slab_table import SlabRows, SlabTable
+from lmstate.ops.types.slabs import BufferShape, Slabs
 from lmstate.ops.types.weight import Weight
 from lmstate.ops.weights.grouped import FloatWeight, quantize
 
@@ -102,6 +110,79 @@ def products(device: str, small: bool) -> Iterator[Answer]:
                 yield {"shape": shape, "kind": kind, "rows": rows, "GB/s": rate / 1e9, "of copy": rate / copied}
 
 
+def attention_blocks(tokens: int, rows: int, heads: int, dim: int, device: str) -> tuple[SlabTable, SlabTable]:
+    """Keys and values of bfloat16 in blocks that lie in no order."""
+    slabs = Slabs([BufferShape((heads,), dim, torch.bfloat16)] * 2, torch.device(device))
+    count = -(-tokens // BLOCK_TOKENS)
+    blocks = slabs.take(rows * count, zeroed=True)
+    order = torch.randperm(len(blocks)).tolist()
+    for block in blocks:
+        for part in block.tensors:
+            part.normal_()
+    held = [RowBlocks(tuple(blocks[i] for i in order[row * count : (row + 1) * count])) for row in range(rows)]
+    places, pointers = SlabRows(held), np.zeros((rows, count), dtype=np.int64)
+    like = torch.empty(0, dtype=torch.bfloat16, device=device)
+    k, v = (SlabTable(places, buffer, pointers, heads, dim, like) for buffer in range(2))
+    return k, v
+
+
+def attention(device: str, small: bool) -> Iterator[Answer]:
+    """Bytes of keys and values read per second in a decode step, for each length of parts; and whether parts that are
+    merged, and tiles of a prompt, have the bits of one query. Prompts beside torch's attention."""
+    heads, dim, params, mask = (1, 16, AttentionParams(0.25), CausalMask()) if small else _LARGE
+    for tokens in (150,) if small else (4096, 32768):
+        for rows in (1,) if small else (1, 8, 32):
+            k, v = attention_blocks(tokens, rows, heads, dim, device)
+            starts, one = torch.full((rows,), tokens - 1), torch.ones(rows, dtype=torch.int64)
+            q = torch.randn(rows, 1, 4 * heads, dim, device=device)
+            answer: Answer = {"tokens": tokens, "rows": rows}
+            if device != "cpu":
+                read = 2 * rows * tokens * heads * dim * 2
+                for part in (256, 512, 1024):
+                    with _parts_of(part):
+                        took = seconds(lambda q=q, k=k, v=v, s=starts, n=one: attend(q, k, v, s, n, params, mask))  # type: ignore[misc]
+                    answer[f"GB/s, parts of {part}"] = read / took / 1e9
+            yield answer
+        width = 20 if small else 512
+        starts, counts = torch.tensor([tokens - width]), torch.tensor([width])
+        q = torch.randn(1, width, 4 * heads, dim, device=device)
+        k, v = attention_blocks(tokens, 1, heads, dim, device)
+        whole = attend(q, k, v, starts, counts, params, mask)
+        apart = [
+            at
+            for at in range(0, width, max(1, width // 7))
+            if not torch.equal(
+                attend(q[:, at : at + 1], k, v, starts + at, counts * 0 + 1, params, mask), whole[:, at : at + 1]
+            )
+        ]
+        yield {"tokens": tokens, "queries that differ alone": apart}
+    if device != "cpu":
+        for tokens in (4096, 16384):
+            k, v = attention_blocks(tokens, 1, heads, dim, device)
+            q = torch.randn(1, tokens, 4 * heads, dim, device=device)
+            starts, counts = torch.tensor([0]), torch.tensor([tokens])
+            operations = 2 * tokens**2 * 4 * heads * dim  # of a causal mask
+            took = seconds(lambda: attend(q, k, v, starts, counts, params, mask), 5)  # noqa: B023
+            keys, values = (x.dense().contiguous() for x in (k, v))
+            other = q.transpose(1, 2).bfloat16()
+            whole = {"is_causal": True, "enable_gqa": True}
+            theirs = seconds(lambda: scaled_dot_product_attention(other, keys, values, **whole), 5)  # noqa: B023
+            yield {"prompt": tokens, "TFLOP/s": operations / took / 1e12, "torch's": operations / theirs / 1e12}
+
+
+_LARGE = (8, 128, AttentionParams(128**-0.5), CausalMask())
+
+
+@contextmanager
+def _parts_of(positions: int) -> Iterator[None]:
+    """Sum the softmax over parts of so many positions inside."""
+    usual, kernels.SPLIT = kernels.SPLIT, positions
+    try:
+        yield
+    finally:
+        kernels.SPLIT = usual
+
+
 def recurrences(device: str, small: bool) -> Iterator[Answer]:
     """The gated delta rule: equal bits for any cut, and the time of a step and of a prompt."""
     heads, dim, tokens = (2, 16, 20) if small else (16, 128, 4096)
@@ -129,7 +210,7 @@ def recurrences(device: str, small: bool) -> Iterator[Answer]:
         }
 
 
-QUESTIONS = {each.__name__: each for each in (bits, cublas, launches, products, recurrences)}
+QUESTIONS = {each.__name__: each for each in (bits, cublas, launches, products, attention, recurrences)}
 
 
 def main() -> None:

@@ -97,13 +97,19 @@ def our_prompt(model: lmstate.Model, length: int) -> Run:
 
 
 def our_decode(model: lmstate.Model, rows: int, near: int) -> Run:
+    """The likeliest tokens, several in a replay where the model's graphs hold several steps."""
     state = model.new_state(rows, rewind=STEPS)
     model([ids(near, model.config.vocab_size)] * rows, state)
 
     def run() -> int:
-        step = [[7]] * rows
-        for _ in range(STEPS):
-            step = model(step, state).argmax(-1, keepdim=True).tolist()
+        step, left = [[7]] * rows, STEPS
+        while left:
+            found = model.follow(step, state, left)
+            logits = model(step, state)[:, None] if found is None else found[1]
+            if found is not None:
+                state.commit()
+            step = logits[:, -1].argmax(-1, keepdim=True).tolist()
+            left -= logits.shape[1]
         for row in range(rows):
             state.rewind(row, near)
         return STEPS * rows

@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 
 from lmstate.ops.cuda import configs
 from lmstate.ops.cuda.device import OPTIONS
-from lmstate.ops.cuda.kernels import attention, chosen, dense, recurrent, routing
+from lmstate.ops.cuda.kernels import attention, chosen, dense, recurrent, routing, sampling
 
 ARCHITECTURES = (80, 90, 100, 120)
 RESOURCES = Path(__file__).with_name("resources.json")
@@ -56,6 +56,8 @@ TYPES = {
     "weigh": [F, F, F, "i32"],
     "argmax_parts": [F, F, I64, "i32", "i32"],
     "argmax_merged": [F, I64, F, I64, "i32"],
+    "weigh_parts": [F, F, I64, I64, "i32", "i32", "fp32", "fp32", "fp32"],
+    "draw": [F, F, I64, I64, "*fp64", I64, "i32", "i32", "fp32", "fp32", "fp32"],
     "norm": [F, F, F, F, "i32", "i32", "fp32"],
     "per_head_product": [F, "*bf16", F, *["i32"] * 4],
     "choose_experts": [F, F, F, I64, "fp32", "fp32"],
@@ -74,7 +76,16 @@ DELTA = {
     "KEY_HEADS": 16, "HEADS": 32, "DK": 128, "DKP": 128, "DV": 128, "SLICE": configs.GATED_DELTA.rows,
     "BY_CHANNEL": False, "NORMALIZE": True, "CORRECTS": True,
 }  # fmt: skip
-SSD = {"GROUPS": 1, "HEADS": 24, "P": 64, "SLICE": 32, "N": 128, "NP": 128, "HAS_D": True, "HAS_BIAS": True}
+SSD = {
+    "GROUPS": 1,
+    "HEADS": 24,
+    "P": 64,
+    "SLICE": configs.SSD.rows,
+    "N": 128,
+    "NP": 128,
+    "HAS_D": True,
+    "HAS_BIAS": True,
+}
 SCAN = {"N": 16, "NP": 16, "SLICE": 64, "HAS_D": True, "HAS_GATE": True, "SOFTPLUS": True}
 FEW, MANY = configs.attention(4, 128), configs.attention(4096, 128)
 WIDE, CODED = configs.attention(4096, 256), configs.attention(4096, 128, 8)
@@ -138,6 +149,8 @@ CASES: dict[str, Case] = {
     "weigh": (dense.weigh, {"TOP_K": 8, "WEIGHS": True, "WIDTH": 1024}),
     "argmax_parts": (dense.argmax_parts, {"WIDTH": 4096}),
     "argmax_merged": (dense.argmax_merged, {"PARTS": 64}),
+    "weigh_parts": (sampling.weigh_parts, {"WIDTH": 1024}),
+    "draw": (sampling.draw, {"WIDTH": 1024, "PARTS": 256}),
     "norm": (dense.norm, {"LAYER": False, "HAS_BIAS": False, "WIDTH": 4096}),
     "norm, layer": (dense.norm, {"LAYER": True, "HAS_BIAS": True, "WIDTH": 4096}),
     "per_head_product": (dense.per_head_product, HEADS, ONE),
@@ -146,7 +159,7 @@ CASES: dict[str, Case] = {
     "choose_experts, groups": (routing.choose_experts, CHOICE),
     "glu": (dense.glu, {"ACT": "silu", "WIDTH": 1024}),
     "gated_delta_rule": (recurrent.gated_delta_rule, DELTA, configs.GATED_DELTA),
-    "ssd": (recurrent.ssd, SSD),
+    "ssd": (recurrent.ssd, SSD, configs.SSD),
     "causal_conv": (recurrent.causal_conv, {"TAPS": 4, "SLICE": 128, "HAS_BIAS": True, "SILU": True}),
     "selective_scan": (recurrent.selective_scan, SCAN),
     "rg_lru": (recurrent.rg_lru, {"SLICE": 128}),

@@ -105,7 +105,7 @@ def interpreted_gpu(monkeypatch: Any) -> Iterator[GraphDevice]:
     from lmstate.ops.cuda import device
 
     pretended, run = GraphDevice(), device.launch
-    for module in ("attention", "chosen", "dense", "experts", "recurrent"):
+    for module in ("attention", "chosen", "dense", "experts", "recurrent", "sampling"):
         monkeypatch.setattr(
             f"lmstate.ops.cuda.{module}.launch",
             lambda kernel, *args, **constants: pretended.launch(run, kernel, *args, **constants),

@@ -197,7 +197,7 @@ CUTS = ([9], [1] * 9, [4, 5], [1, 7, 1])
 @pytest.mark.parametrize("by_channel", [False, True])
 def test_the_gated_delta_rule(by_channel: bool) -> None:
     q, k = torch.randn(2, 9, 2, 24), torch.randn(2, 9, 2, 24)
-    v, beta, carry = torch.randn(2, 9, 4, 40), torch.rand(2, 9, 4), torch.randn(2, 4, 24, 40)
+    v, beta, carry = torch.randn(2, 9, 4, 20), torch.rand(2, 9, 4), torch.randn(2, 4, 24, 20)
     g = -torch.rand(2, 9, 4, 24) if by_channel else -torch.rand(2, 9, 4)
     counts = torch.tensor([9, 5])
     y, new = recurrent.gated_delta_rule(DeltaOperands(q, k, v, g, beta, carry, counts, 0.2, True))
@@ -228,8 +228,8 @@ def test_linear_attention() -> None:
 
 
 def test_the_state_space_of_mamba_2() -> None:
-    x, dt, A, D = torch.randn(2, 9, 4, 40), torch.randn(2, 9, 4), -torch.rand(4), torch.randn(4)
-    B, C, carry, bias = torch.randn(2, 9, 2, 24), torch.randn(2, 9, 2, 24), torch.randn(2, 4, 40, 24), torch.randn(4)
+    x, dt, A, D = torch.randn(2, 9, 4, 20), torch.randn(2, 9, 4), -torch.rand(4), torch.randn(4)
+    B, C, carry, bias = torch.randn(2, 9, 2, 24), torch.randn(2, 9, 2, 24), torch.randn(2, 4, 20, 24), torch.randn(4)
     counts = torch.tensor([9, 4])
     given = (A, B, C, D)
     y, new = recurrent.ssd(SSDOperands(x, dt, *given, carry, counts, bias, (0.0, float("inf"))))

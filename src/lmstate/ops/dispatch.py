@@ -196,11 +196,10 @@ def info() -> list[dict[str, str]]:
 
 _TRITON = (
     "attend", "attend_latent", "attend_chosen", "choose_positions", "8-bit keys and values",
-    "4-bit and 2-bit keys and values", "append", "rope", "linear", "per_head_matmul", "norm", "glu",
-    "choose_experts", "experts", "argmax", "causal_conv", "gated_norm", "gated_delta_rule", "linear_attention", "ssd",
+    "4-bit and 2-bit keys and values", "append", "rope", "linear", "per_head_matmul", "norm", "glu", "choose_experts",
+    "experts", "argmax", "sample", "causal_conv", "gated_norm", "gated_delta_rule", "linear_attention", "ssd",
     "selective_scan", "rg_lru", "wkv",
 )  # fmt: skip
-_OF_TORCH = ("sample",)
 
 
 def gpu_info(index: int = 0) -> list[dict[str, str]]:
@@ -211,11 +210,10 @@ def gpu_info(index: int = 0) -> list[dict[str, str]]:
         return []
     why = f"{VARIABLE}=reference" if is_forced() else device.reason(index)
     if why:
-        return [{"op": op, "body": "reference", "why": why} for op in (*_TRITON, *_OF_TORCH)]
+        return [{"op": op, "body": "reference", "why": why} for op in _TRITON]
     found = dict.fromkeys(_TRITON, ("Triton", "the GPU runs the kernels of ops/cuda"))
     shared = device.shared_bytes(index)
     for op, width in (("attend", 256), ("attend_latent", 512), ("attend_chosen", 512)):
         if shared < configs.shared_needed(width, 4):
             found[op] = "Triton or reference", f"float32 vectors of {width} numbers need more shared memory"
-    found |= dict.fromkeys(_OF_TORCH, ("reference", "there is no kernel yet"))
     return [{"op": op, "body": body, "why": reason} for op, (body, reason) in found.items()]

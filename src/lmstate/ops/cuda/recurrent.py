@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lmstate.ops.cuda.configs import GATED_DELTA
+from lmstate.ops.cuda.configs import GATED_DELTA, SSD
 from lmstate.ops.cuda.device import launch, on_gpu, padded
 from lmstate.ops.types.params import Norm
 from lmstate.ops.types.recurrences import DeltaOperands, RGLRUOperands, SelectiveScanOperands, SSDOperands
 
-SLICE = 32
-"""Values, or lines of a state, that a program holds."""
 CHANNELS = 128
 WIDEST_KEY = 256
 STATES = 1024
@@ -50,12 +48,12 @@ def ssd(operands: SSDOperands) -> tuple[Tensor, Tensor]:
     out, new = torch.zeros_like(x, memory_format=torch.contiguous_format), torch.empty_like(carry)
     if rows:
         launch(
-            kernels.ssd, (rows * heads, -(-size // SLICE)), x.contiguous(), dt.contiguous(),
+            kernels.ssd, (rows * heads, -(-size // SSD.rows)), x.contiguous(), dt.contiguous(),
             A if dt_bias is None else dt_bias, A, B.contiguous(),
             C.contiguous(), A if D is None else D, carry.contiguous(), on_gpu(counts, x), out, new, width,
             dt_limits[0], min(dt_limits[1], torch.finfo(torch.float32).max),
-            GROUPS=groups, HEADS=heads, P=size, SLICE=SLICE, N=states, NP=padded(states), HAS_D=D is not None,
-            HAS_BIAS=dt_bias is not None,
+            GROUPS=groups, HEADS=heads, P=size, SLICE=SSD.rows, N=states, NP=padded(states), HAS_D=D is not None,
+            HAS_BIAS=dt_bias is not None, warps=SSD.warps,
         )  # fmt: skip
     return out, new
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lmstate.ops import dispatch
+from lmstate.ops.cuda import sampling as cuda
 
 # Top-p looks among this many best tokens first: sorting the whole vocabulary costs as much as a decode step.
 HEAD = 1024
@@ -50,6 +51,8 @@ def sample(
     library = dispatch.native(logits)
     if library is not None and logits.dtype == torch.float32:
         return library.dense.sample(logits, uniform, temperature, top_k, top_p, min_p)
+    if logits.dtype == torch.float32 and dispatch.gpu(logits):
+        return cuda.sample(logits, uniform, temperature, top_k, top_p, min_p)
     probabilities, ids = candidates(logits, temperature, top_k, top_p, min_p)
     ids, order = ids.sort(-1)
     cumulative = probabilities.gather(-1, order).cumsum(-1)  # [R, k]
