@@ -180,7 +180,7 @@ def damaged(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
         (lambda told: told["vocab"].pop(3), "rank 3"),
         (lambda told: told["vocab"][3].update(token_bytes="not base64"), "base64"),
         (lambda told: told["vocab"][3].update(token_bytes=""), "base64"),
-        (lambda told: told["vocab"][3].update(token_bytes="AA=="), "should have"),
+        (lambda told: told["vocab"][3].update(token_bytes="AA=="), "twice"),
         (lambda told: told["special_tokens"][1].update(token_str="<begin>"), "no special token <s>"),
         (lambda told: told["special_tokens"][3].update(token_str="<s>"), "twice"),
         (lambda told: told["special_tokens"].append(7), "rank 24"),

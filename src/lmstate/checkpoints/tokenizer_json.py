@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+import binascii
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from lmstate.errors import ModelError
 
 LONGEST_PIECE = 256  # characters; a longer piece is never the result of a merge
 
@@ -35,6 +39,32 @@ def added_token(index: int, content: str, special: bool) -> dict[str, Any]:
 def byte_level(gpt2_pattern: bool) -> dict[str, Any]:
     """GPT-2's map of bytes to characters, as a step of a tokenizer.json."""
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": gpt2_pattern}
+
+
+def byte_characters() -> dict[int, str]:
+    """GPT-2's character for each byte: itself where it can be printed, else one from U+0100 on."""
+    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return {byte: chr(byte if byte in shown else next(others)) for byte in range(256)}
+
+
+def byte_pieces(texts: Iterable[str], where: str) -> dict[str, int]:
+    """The rank of each byte string, given in base64 in the order of ranks, under GPT-2's characters for its bytes.
+
+    Raises `ModelError` for a text that is not base64, and for a byte string that comes twice.
+    """
+    characters = byte_characters()
+    pieces: dict[str, int] = {}
+    for rank, text in enumerate(texts):
+        try:
+            data = base64.b64decode(text, validate=True)
+        except (binascii.Error, ValueError):
+            data = b""
+        if not data:
+            raise ModelError(f"{where} has a token {rank} of bytes that are not base64: {text[:80]!r}")
+        if pieces.setdefault(data.decode("latin-1").translate(characters), rank) != rank:
+            raise ModelError(f"{where} has the token {data[:40]!r} twice; it is damaged")
+    return pieces
 
 
 def split(pattern: str) -> dict[str, Any]:

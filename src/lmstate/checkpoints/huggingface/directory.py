@@ -13,6 +13,8 @@ from lmstate.checkpoints.huggingface.converted import ConvertedCheckpoint
 from lmstate.checkpoints.huggingface.packed import find as packed_matrices
 from lmstate.checkpoints.huggingface.tekken import NAME as TEKKEN
 from lmstate.checkpoints.huggingface.tekken import tekken_files
+from lmstate.checkpoints.huggingface.tiktoken import NAME as TIKTOKEN
+from lmstate.checkpoints.huggingface.tiktoken import tiktoken_json
 from lmstate.checkpoints.source import GroupedQuant, dtype_name
 from lmstate.errors import ModelError
 from lmstate.files.json_object import read_object
@@ -195,14 +197,21 @@ PROMPTS = {
 def tokenizer_files(path: Path) -> TokenizerFiles | None:
     """The tokenizer of a directory: tokenizer.json, and the settings and chat templates that are beside it.
 
-    Without one it is Mistral's tekken.json, if there is one.
+    Without one it is Mistral's tekken.json or Kimi's tiktoken.model, if there is one.
     """
-    if not (path / "tokenizer.json").is_file():
-        return tekken_files(path / TEKKEN) if (path / TEKKEN).is_file() else None
     settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (path / name).is_file():
             settings.update(read_object(path / name))
+    document: Path | str = path / "tokenizer.json"
+    if not (path / "tokenizer.json").is_file():
+        if (path / TEKKEN).is_file():
+            made = tekken_files(path / TEKKEN)
+            document, settings = made.tokenizer_json, {**made.settings, **settings}
+        elif (path / TIKTOKEN).is_file() and _model_type(path).startswith("kimi"):
+            document = tiktoken_json(path / TIKTOKEN, settings)
+        else:
+            return None
     if (path / "chat_template.json").is_file():
         settings.update(read_object(path / "chat_template.json"))
     if (path / "chat_template.jinja").is_file():
@@ -213,9 +222,14 @@ def tokenizer_files(path: Path) -> TokenizerFiles | None:
             {"name": "default", "template": settings.get("chat_template")},
             {"name": "tool_use", "template": tool_use},
         ]
-    if settings.get("chat_template") is None and (path / "config.json").is_file():
-        settings["chat_template"] = PROMPTS.get(str(read_object(path / "config.json").get("model_type")))
-    return TokenizerFiles(path / "tokenizer.json", settings)
+    if settings.get("chat_template") is None:
+        settings["chat_template"] = PROMPTS.get(_model_type(path))
+    return TokenizerFiles(document, settings)
+
+
+def _model_type(path: Path) -> str:
+    config = path / "config.json"
+    return str(read_object(config).get("model_type")) if config.is_file() else ""
 
 
 def _pooling(path: Path) -> str | None:

@@ -6,14 +6,20 @@ template writes what mistral-common writes for the version of the file.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
 from pathlib import Path
 from typing import Any
 
 from lmstate.checkpoints.config import Config
-from lmstate.checkpoints.tokenizer_json import added_token, all_splits, byte_level, document, split, surrounding
+from lmstate.checkpoints.tokenizer_json import (
+    added_token,
+    all_splits,
+    byte_level,
+    byte_pieces,
+    document,
+    split,
+    surrounding,
+)
 from lmstate.errors import ModelError
 from lmstate.files.json_object import read_object
 from lmstate.text.tokenizer import TokenizerFiles
@@ -37,7 +43,10 @@ def tekken_files(path: Path) -> TokenizerFiles:
     size = config.int("default_vocab_size", low=1, high=MOST_TOKENS)
     reserved = config.int("default_num_special_tokens", low=len(SPECIAL), high=size)
     special = _special(told, reserved)
-    vocabulary = _pieces(told, size - reserved)
+    listed = _texts(told.get("vocab"), "token_bytes", str(path), 2 * MOST_TOKENS)[: size - reserved]
+    if len(listed) < size - reserved:
+        raise ModelError(f"{path} has {len(listed)} tokens, and should have {size - reserved}; it is damaged")
+    vocabulary = byte_pieces(listed, str(path))
     merges = all_splits(vocabulary, {})
     ids = {token: index for index, token in enumerate(special)}
     ids |= {piece: reserved + rank for piece, rank in vocabulary.items()}
@@ -65,25 +74,6 @@ def _special(told: Config, reserved: int) -> list[str]:
     return names
 
 
-def _pieces(told: Config, count: int) -> dict[str, int]:
-    """The rank of each of the first `count` byte strings, under GPT-2's characters for its bytes."""
-    characters = _characters()
-    pieces = {}
-    for rank, text in enumerate(_texts(told.get("vocab"), "token_bytes", str(told.where), 2 * MOST_TOKENS)[:count]):
-        try:
-            data = base64.b64decode(text, validate=True)
-        except (binascii.Error, ValueError):
-            data = b""
-        if not data:
-            raise ModelError(
-                f"{told.where} has a token {rank} of the bytes {text[:80]!r}, not in base64; it is damaged"
-            )
-        pieces[data.decode("latin-1").translate(characters)] = rank
-    if len(pieces) != count:
-        raise ModelError(f"{told.where} has {len(pieces)} different tokens, and should have {count}; it is damaged")
-    return pieces
-
-
 def _texts(listed: Any, name: str, where: str, most: int) -> list[str]:
     """A field of each of a list's objects, in the order of their ranks from 0 on."""
     if not isinstance(listed, list) or len(listed) > most:
@@ -92,13 +82,6 @@ def _texts(listed: Any, name: str, where: str, most: int) -> list[str]:
         if not isinstance(item, dict) or item.get("rank") != rank or not isinstance(item.get(name), str):
             raise ModelError(f"{where} must have rank {rank} with {name!r} at place {rank} of a list; it is damaged")
     return [item[name] for item in listed]
-
-
-def _characters() -> dict[int, str]:
-    """GPT-2's character for each byte: itself where it can be printed, else one from U+0100 on."""
-    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return {byte: chr(byte if byte in shown else next(others)) for byte in range(256)}
 
 
 def chat_template(version: str, thinks: bool) -> str:
