@@ -30,5 +30,6 @@ def patient(monkeypatch: pytest.MonkeyPatch, seconds: float = GUARD) -> None:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have engines wait for no tier that hangs, and not ask it again in the same test."""
     patient(monkeypatch, 0.05)
+    monkeypatch.setattr(reuse, "UNMEASURED", 0.0)
     for module in (fetch, reuse):
         monkeypatch.setattr(module, "SILENCE", float("inf"))

@@ -22,7 +22,7 @@ from uuid import uuid4
 from lmstate.cluster import Cluster, deploy
 from lmstate.engine import Request
 
-STILL = 0.5  # seconds without a write after which a store has all
+STILL = 4.0  # seconds without a write after which a store has all
 SETTLED = 120.0  # seconds that a replaced replica may take
 ANSWER: dict[str, Any] = {"ignore_eos": True, "temperature": 1.0, "seed": 3}
 CLIENT = """

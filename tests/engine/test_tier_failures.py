@@ -24,7 +24,7 @@ from lmstate.engine.tiers.shared import SharedTier
 from tests.engine.test_batching import KINDS, prompt
 from tests.engine.test_prefixes import ask, check
 from tests.engine.test_shared_tiers import Memory
-from tests.waiting import impatient, wait_until
+from tests.waiting import impatient, patient, wait_until
 from tests.zoo import ours
 
 
@@ -358,6 +358,28 @@ def test_a_tier_that_hangs_holds_few_threads_and_nobody_waits_for_a_turn(
             assert not store.goes_on.is_set()
             assert 0 < store.most_at_once <= 2 * reuse.MOST_FETCHES
             store.goes_on.set()
+    finally:
+        store.goes_on.set()
+
+
+def test_a_long_text_is_waited_for_before_anything_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a replica that has just replaced another one."""
+    patient(monkeypatch)
+    monkeypatch.setattr(reuse, "LEAST_PATIENCE", 0.05)
+    monkeypatch.setattr(reuse, "UNMEASURED", 60.0)
+    model = ours("llama")
+    (text,) = stored(model, tmp_path, 1)
+    store = Held(tmp_path, holds="read")
+    try:
+        with lmstate.Engine(model, store=store) as engine:
+            request = engine.submit([*text, 5], max_new_tokens=1)
+            assert store.reached.wait(600)
+            with pytest.raises(TimeoutError):
+                request.result(0.5)
+            store.goes_on.set()
+            assert request.result(600).usage.reused > 0
     finally:
         store.goes_on.set()
 

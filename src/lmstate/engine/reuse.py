@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lmstate.models.model import Model
 
 LEAST_PATIENCE = 1.0  # seconds that a tier may take for what would be computed faster than that
+UNMEASURED = 1e-3  # seconds in which a token is computed, as far as nothing was measured since the start
 WORTH_ASKING = 64  # tokens that are not known here, for which a tier is asked
 ASKING = 0.25, 1.0  # seconds that it may take: at least, at most
 MOST_LOOKUPS = 4  # at a time
@@ -69,7 +70,8 @@ class PrefixReuse:
                 return False
             if len(others := self._fetching()) >= MOST_FETCHES:
                 return any(fetch.ended or not fetch.over for fetch in others)  # else the tier hangs: it does without
-            patience = max(LEAST_PATIENCE, 2 * (self._pace.seconds(match.length) or 0.0))
+            known = self._pace.seconds(match.length)
+            patience = max(LEAST_PATIENCE, 2 * (UNMEASURED * match.length if known is None else known))
             job.fetch = Fetch(self.tier, wanted, patience, self._wake)
             self._fetches[job.fetch] = job.request
         if not job.fetch.over:
