@@ -299,6 +299,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     for case, kind, why in (
         ("qwen3_next", PrefixTuningConfig, "without keys"), ("gemma3n", PromptTuningConfig, "apart from the stream"),
         ("deepseek_v4", PromptTuningConfig, "the tokens themselves"),
+        ("diffllama", PrefixTuningConfig, "in a way of its own"), ("doge", PrefixTuningConfig, "in a way of its own"),
     ):  # fmt: skip
         with saved(theirs(case)) as folder, pytest.raises(ModelError, match=why):
             lmstate.load(folder, trainable=kind())

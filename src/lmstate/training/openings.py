@@ -129,6 +129,11 @@ def _shape(network: Network) -> tuple[int, int]:
                 f"prefix tuning was asked for of a {network.config.family} model, which has layers without keys and "
                 "values of their own: use prompt tuning"
             )
+        if type(mixer).mix is not Attention.mix:
+            raise ModelError(
+                f"prefix tuning was asked for of a {network.config.family} model, whose attention stores its keys and "
+                "values in a way of its own: use prompt tuning"
+            )
         found.add((mixer.kv_heads, mixer.head_dim))
     if len(found) != 1:
         raise ModelError(
