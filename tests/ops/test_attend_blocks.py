@@ -10,7 +10,10 @@ from lmstate.ops import cpu, dispatch
 from lmstate.ops.attention import attend_blocks as module
 from lmstate.ops.attention.attend import attend
 from lmstate.ops.attention.attend_blocks import attend_blocks, choose_blocks, choose_blocks_reference
+from lmstate.ops.attention.kv_store import append
+from lmstate.ops.types.block_table import BLOCK_TOKENS, dense
 from lmstate.ops.types.params import AttentionParams
+from lmstate.state import AttentionState, Layout, Step
 
 DIM, SIZE, LENGTH, GROUPS = 8, 5, 43, 2
 
@@ -126,3 +129,29 @@ def test_a_choice_of_everything_gives_the_bits_of_plain_attention(body: str) -> 
     plain = attend(q, k, v, *places, AttentionParams(0.3))
     torch.testing.assert_close(seen, plain, rtol=1e-5, atol=1e-5)
     assert body == "reference" or torch.equal(seen, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups", [2, 4])
+def test_blocks_of_a_table_are_read_where_they_are_with_the_same_bits(groups: int, dtype: torch.dtype) -> None:
+    """Rows of different lengths; the last block of each is not whole, and some queries are padding."""
+    generator, size = torch.Generator().manual_seed(5), 2 * BLOCK_TOKENS
+    layout = Layout(2, torch.device("cpu"), dtype, capacity=1000)
+    state, ends = AttentionState(layout, 2, 32), (700, 330)
+    state.reserve(Step((0, 0), ends, layout.device, ends))
+    keys, values = (torch.randn(2, 700, 2, 32, generator=generator) for _ in "kv")
+    k, v = state.stored("k"), state.stored("v")
+    append(keys, values, k, v, torch.zeros(2, dtype=torch.int64), torch.tensor(ends))
+    starts, counts = torch.tensor([693, 326]), torch.tensor([7, 4])
+    chosen = torch.full((2, 7, groups, 4), -1)
+    for r, (start, count) in enumerate(zip(starts.tolist(), counts.tolist())):
+        for t in range(count):
+            own = (start + t) // size
+            for group in range(groups):
+                before = torch.randperm(own, generator=generator)[: (t + group) % 3].sort().values
+                blocks = [*before.tolist(), own] if (t + group) % 4 else before.tolist()
+                chosen[r, t, group, : len(blocks)] = torch.tensor(blocks)
+    q = torch.randn(2, 7, 8, 32, generator=generator)
+    others = chosen, starts, counts, AttentionParams(0.3)
+    seen, put_together = (attend_blocks(q, *held, *others, size=size) for held in ((k, v), (dense(k), dense(v))))
+    assert torch.equal(seen, put_together)

@@ -123,6 +123,10 @@ CASES = {
         _m3, num_attention_heads=4, index_n_heads=4, index_block_size=5, index_topk_blocks=7, index_local_blocks=2,
         index_head_dim=24, layer_types=["minimax_m3_sparse"] * 3, mlp_layer_types=["sparse"] * 3,
     ),
+    "minimax_m3-full": partial(  # blocks of whole blocks of the state, which are read where they are
+        _m3, index_block_size=64, index_topk_blocks=2, num_hidden_layers=2,
+        layer_types=["minimax_m3_sparse"] * 2, mlp_layer_types=["sparse"] * 2,
+    ),
     "dots1": partial(
         _config, "Dots1Config", head_dim=16, n_routed_experts=6, num_experts_per_tok=2, n_shared_experts=2,
         first_k_dense_replace=1, routed_scaling_factor=2.5, norm_topk_prob=True, sliding_window=15,

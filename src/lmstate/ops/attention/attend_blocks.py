@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from lmstate.ops.attention.choose import GATHERED, SCORES, gather_positions
 from lmstate.ops.cuda import attention as cuda
 from lmstate.ops.cuda import chosen as cuda_chosen
 from lmstate.ops.dense.linear import linear
-from lmstate.ops.types.block_table import Stored, dense
+from lmstate.ops.types.block_table import BLOCK_TOKENS, BlockTable, Stored, dense
 from lmstate.ops.types.params import AttentionParams
 from lmstate.ops.types.slab_table import SlabTable
 from lmstate.ops.weights.grouped import FloatWeight
@@ -97,8 +98,12 @@ def attend_blocks(
     chosen         [R, T, J, k] int64, see `choose_blocks`: heads in J equal groups go by a choice each, K divides J
     starts, counts [R] int64, as in `choose_blocks`
 
-    They are put side by side, so that what is read and computed follows their number.
+    Reads and products follow their number. Native bodies read them where they are, if they are whole blocks of a table;
+    else they are put side by side.
     """
+    native = dispatch.native(q, k, v) is not None and not (k.requires_grad or v.requires_grad)
+    if native and isinstance(k, BlockTable) and isinstance(v, BlockTable) and size % BLOCK_TOKENS == 0:
+        return _attend_in_place(q, k, v, chosen, starts, counts, params, size)
     if q.dtype == torch.float32 and dispatch.gpu(q, k, v) and cuda.can_read(k, v) and params.plain:
         held = cast(SlabTable, k), cast(SlabTable, v)
         return cuda_chosen.attend_blocks(q, *held, chosen, starts, counts, params, size)
@@ -126,3 +131,34 @@ def attend_blocks(
             seen.append(attend(queries, keys, values, last, real, params))
         parts.append(torch.cat(seen, dim=2).view(rows, -1, heads, v.shape[3]))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _attend_in_place(
+    q: Tensor,
+    k: BlockTable,
+    v: BlockTable,
+    chosen: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    params: AttentionParams,
+    size: int,
+) -> Tensor:
+    """Each query and group of heads is a row of a table of its own, which has the blocks that it sees one by one."""
+    rows, width, heads, _ = q.shape
+    groups, each = chosen.shape[2], size // BLOCK_TOKENS
+    offsets = torch.arange(width)
+    own = torch.minimum(starts[:, None] + offsets, (starts + counts)[:, None] - 1)[:, :, None, None]
+    seen = (own - chosen * size + 1).clamp(0, size).masked_fill(chosen < 0, 0).sum(-1)  # [R, T, J]
+    places = chosen.clamp(min=0)[..., None] * each + torch.arange(each)  # [R, T, J, k, each]
+    entries = places.flatten(3).clamp(max=k.pointers.shape[1] - 1).numpy()
+    group_heads = np.arange(groups)[:, None] * k.shape[1] // groups  # [J, 1]
+
+    def table(of: BlockTable) -> BlockTable:
+        pointers = of.pointers[np.arange(rows)[:, None, None, None], entries]
+        pointers = pointers + group_heads * of.stride(1) * of.dtype.itemsize
+        return of.of_pointers(np.ascontiguousarray(pointers.reshape(-1, entries.shape[-1])))
+
+    queries = q.unflatten(2, (groups, -1)).flatten(0, 2)[:, None]  # [R * T * J, 1, H / J, D]
+    real = seen.masked_fill((offsets >= counts[:, None])[..., None], 0).flatten().clamp(max=1)
+    out = attend(queries, table(k), table(v), (seen.flatten() - 1).clamp(min=0), real, params)
+    return out.view(rows, width, heads, v.width)

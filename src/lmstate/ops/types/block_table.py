@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias, cast, overload
@@ -86,6 +87,13 @@ class BlockTable:
         self.requires_grad = any(
             block.requires_grad(buffer) for row in rows for block in row.blocks if block is not None
         )
+
+    def of_pointers(self, pointers: NDArray[np.int64]) -> BlockTable:
+        """A table of single heads at these addresses, contiguous int64 `[R', S' / B]`, for native bodies alone."""
+        made = copy.copy(self)
+        made.rows, made.pointers, made.heads = (), pointers, 1
+        made.address = pointers.__array_interface__["data"][0]
+        return made
 
     @property
     def blocks(self) -> list[list[Tensor | None]]:
