@@ -382,7 +382,7 @@ def changed(arch: str, config: Any, full: str, tensor: Tensor, file: File) -> It
     layer = ".".join(full.split(".")[:3])
     blk = f"blk.{full.split('.')[2]}" if full.count(".") > 2 else ""
     if file.paired and re.search(r"\.[qk]_proj\.", full):
-        heads = config.num_attention_heads if "q_proj" in full else config.num_key_value_heads
+        heads = len(tensor) // (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         yield full, tensor.reshape(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
     elif arch == "maincoder" and full.endswith(("query_layernorm.weight", "key_layernorm.weight")):
         yield full, tensor.view(2, -1).T.flatten()
@@ -467,6 +467,60 @@ def test_rates_that_are_negative_are_refused(tmp_path: Path) -> None:
     tensors["blk.0.ssm_a"] = -tensors["blk.0.ssm_a"]
     with pytest.raises(ModelError, match="must be positive"):
         loaded(tmp_path, "bailingmoe3", values, tensors)
+
+
+def uneven(kind: str, kv_heads: list[int], inner: list[int], **fields: Any) -> Any:
+    """A model of `transformers` whose layers have heads and widths of their own."""
+    import transformers
+
+    theirs = model_of(File((f"{kind}Config", {"head_dim": 8, "num_hidden_layers": len(inner), **fields})))
+    module = getattr(transformers.models, kind.lower())
+    code = getattr(module, f"modeling_{kind.lower()}")
+    for index, layer in enumerate(theirs.model.layers):
+        own = small(f"{kind}Config", head_dim=8, **fields)
+        own.num_key_value_heads, own.intermediate_size = kv_heads[index] or 1, inner[index]
+        own.num_attention_heads = 6 if kv_heads[index] != 4 else 4
+        own._attn_implementation = theirs.config._attn_implementation
+        layer.self_attn = getattr(code, f"{kind}Attention")(own, index)
+        layer.mlp = getattr(code, f"{kind}MLP")(own)
+    randomize(theirs.eval())
+    return theirs
+
+
+def test_layers_of_their_own_widths_and_some_without_attention(tmp_path: Path) -> None:
+    kv_heads, inner = [2, 0, 6, 4, 0], [80, 32, 100, 64, 16]
+    theirs = uneven("Llama", kv_heads, inner)
+    for index in (1, 4):
+        torch.nn.init.zeros_(theirs.model.layers[index].self_attn.o_proj.weight)
+    torch.nn.init.zeros_(theirs.model.layers[4].mlp.down_proj.weight)
+    file = File(_llama(), {
+        "attention.head_count": [6, 0, 6, 4, 0], "attention.head_count_kv": kv_heads,
+        "feed_forward_length": [80, 32, 100, 64, 0],
+    }, paired=True)  # fmt: skip
+    left = re.compile(r"blk\.(1\.attn|4)\w*\.")
+    tensors = {name: x for name, x in converted("deci", theirs, file).items() if not left.match(name)}
+    same(loaded(tmp_path, "deci", metadata("deci", theirs.config, file), tensors), theirs)
+
+
+def test_attention_that_is_one_matrix_is_refused(tmp_path: Path) -> None:
+    theirs = uneven("Llama", [2, 2], [80, 80])
+    file = File(_llama(), {"attention.head_count": [6, 6], "attention.head_count_kv": [2, 0]}, paired=True)
+    tensors = converted("deci", theirs, file)
+    for part in "qk":
+        del tensors[f"blk.1.attn_{part}.weight"]
+    with pytest.raises(ModelError, match="layer 1 has 6 heads over 0 of keys"):
+        loaded(tmp_path, "deci", metadata("deci", theirs.config, file), tensors)
+
+
+def test_openelm(tmp_path: Path) -> None:
+    kv_heads, inner = [2, 6, 4], [80, 100, 64]
+    theirs = uneven("Qwen3", kv_heads, inner, tie_word_embeddings=True)
+    file = File(_llama(), {
+        "attention.head_count": [6, 6, 4], "attention.head_count_kv": kv_heads, "feed_forward_length": inner,
+        "rope.dimension_count": 8,
+    }, fused=True)  # fmt: skip
+    tensors = converted("openelm", theirs, file)
+    same(loaded(tmp_path, "openelm", metadata("openelm", theirs.config, file), tensors), theirs)
 
 
 class Falling(torch.nn.Module):

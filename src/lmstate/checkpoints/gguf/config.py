@@ -295,7 +295,7 @@ def _located(
     if "{qkv}" in full:
         yield from _qkv(full, name, place, config, where)
         return
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]} if arch.paired else {}
+    heads = _heads(config, int(match[1])) if arch.paired else {}
     if arch.paired_norms:
         heads |= {"attn_q_norm": 1, "attn_k_norm": 1}
     paired = heads.get(match[3])
@@ -317,6 +317,15 @@ def _few(full: str, name: str, place: TensorPlace, where: str) -> Iterator[tuple
         raise ModelError(f"{where}: tensor {name!r} has the shape {place.shape}, not a few matrices")
     for each in range(place.shape[0]):
         yield full.format(each=each), TensorLocation(place, each)
+
+
+def _heads(config: dict[str, Any], layer: int) -> dict[str, int]:
+    """Counts of heads of the queries and the keys of a layer."""
+    names = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+    listed = {ours: config.get(f"{theirs}_by_layer", ()) for ours, theirs in names.items()}
+    return {
+        ours: listed[ours][layer] if layer < len(listed[ours]) else config[theirs] for ours, theirs in names.items()
+    }
 
 
 def _qkv(

@@ -84,6 +84,8 @@ BIASES = {
 
 def build(w: WeightLoader) -> Model:
     """Pre-norm blocks of rotary attention and a feed-forward part. Qwen2 differs by its biases alone."""
+    if w.config.given("num_attention_heads_by_layer"):  # in a GGUF of DeciLM or OpenELM
+        return b.uneven_llama(w)
     config, shape = w.config, b.Dims.of(w.config)
     family = config.str("model_type")
     inner, act = config.int("intermediate_size", low=1, high=b.MAX_SIZE), b.activation(config)

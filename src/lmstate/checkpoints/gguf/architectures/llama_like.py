@@ -5,7 +5,9 @@ from __future__ import annotations
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.gguf.architecture import (
     ATTENTION,
+    HEAD_NORMS,
     MLP,
+    MOST_WIDTH,
     PRE_NORMS,
     STANDARD,
     Architecture,
@@ -15,6 +17,11 @@ from lmstate.checkpoints.gguf.architecture import (
 from lmstate.checkpoints.gguf.architectures.dense import BIASED_NORM, HUNYUAN, UNGATED, bias_flags, relu2
 from lmstate.checkpoints.gguf.architectures.older import GPT2, gpt2
 
+UNEVEN = {
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "intermediate_size": "feed_forward_length",
+}
 FUSED = {"attn_qkv": "self_attn.{qkv}_proj"}
 
 
@@ -33,6 +40,17 @@ def _orion(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) ->
 def _plamo(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     _orion(metadata, prefix, config, tensors)
     config |= {"use_parallel_residual": True, "norm_type": "rms", "layer_norm_eps": config["rms_norm_eps"]}
+
+
+def _uneven(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    """Heads and widths of each layer; a file gives one number where they are the same in all."""
+    layers = config["num_hidden_layers"]
+    for name, key in UNEVEN.items():
+        where = f"{prefix}.{key}"
+        listed = isinstance(metadata.get(where), list)
+        config[f"{name}_by_layer"] = (
+            list(metadata.ints(where, layers, 0, MOST_WIDTH)) if listed else [config[name]] * layers
+        )
 
 
 def _qwen(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
@@ -116,6 +134,14 @@ LLAMA_LIKE = {
     "orion": Architecture("stablelm", "StableLmForCausalLM", extra=_orion, outside=BIASED_NORM, eps="layer_norm_eps"),
     "paddleocr": Architecture("paddleocr_vl_text", "PaddleOCRVLForConditionalGeneration", extra=bias_flags),
     "pangu-embedded": Architecture("llama", "LlamaForCausalLM", extra=bias_flags),
+    "deci": Architecture("llama", "LlamaForCausalLM", paired=True, extra=_uneven, hybrid=True, varied=True),
+    "openelm": Architecture(
+        "llama",
+        "LlamaForCausalLM",
+        {**STANDARD, **HEAD_NORMS, "attn_qkv": "self_attn.qkv_proj"},
+        extra=_uneven,
+        varied=True,
+    ),
     "plamo": Architecture(
         "stablelm", "StableLmForCausalLM", {**ATTENTION, **MLP, "attn_norm": "input_layernorm"}, extra=_plamo
     ),

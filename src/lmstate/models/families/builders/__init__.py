@@ -72,6 +72,7 @@ from lmstate.models.families.builders.norms import (
 )
 from lmstate.models.families.builders.positions import fairseq_sinusoids, sinusoids
 from lmstate.models.families.builders.streams import Streams, gated_streams, hyper_connection, hyper_head
+from lmstate.models.families.builders.uneven import uneven_llama
 
 __all__ = [
     "ACTIVATIONS",
@@ -147,6 +148,7 @@ __all__ = [
     "sparse_layers",
     "start_id",
     "top_k",
+    "uneven_llama",
     "ungated_mlp",
     "whole_norms",
     "with_usual_names",
