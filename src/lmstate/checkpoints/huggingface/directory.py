@@ -222,8 +222,8 @@ def tokenizer_files(path: Path) -> TokenizerFiles | None:
             {"name": "default", "template": settings.get("chat_template")},
             {"name": "tool_use", "template": tool_use},
         ]
-    if settings.get("chat_template") is None:
-        settings["chat_template"] = PROMPTS.get(_model_type(path))
+    if settings.get("chat_template") is None and (template := PROMPTS.get(_model_type(path))) is not None:
+        settings["chat_template"] = template
     return TokenizerFiles(document, settings)
 
 
