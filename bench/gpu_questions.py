@@ -165,8 +165,8 @@ def attention(device: str, small: bool) -> Iterator[Answer]:
             took = seconds(lambda: attend(q, k, v, starts, counts, params, mask), 5)  # noqa: B023
             keys, values = (x.dense().contiguous() for x in (k, v))
             other = q.transpose(1, 2).bfloat16()
-            whole = {"is_causal": True, "enable_gqa": True}
-            theirs = seconds(lambda: scaled_dot_product_attention(other, keys, values, **whole), 5)  # noqa: B023
+            causal = {"is_causal": True, "enable_gqa": True}
+            theirs = seconds(lambda: scaled_dot_product_attention(other, keys, values, **causal), 5)  # noqa: B023
             yield {"prompt": tokens, "TFLOP/s": operations / took / 1e12, "torch's": operations / theirs / 1e12}
 
 

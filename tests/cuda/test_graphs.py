@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+import lmstate
 from tests.compiled.static_mirror import StaticMirror
 from tests.cuda import ids, needs_gpu, on_gpu
+from tests.followed import calls
 from tests.interpreted.test_graphs import story
 
 pytestmark = needs_gpu
@@ -44,12 +46,30 @@ def test_replayed_steps_give_the_logits_of_eager_ones(case: str) -> None:
     assert counters["inductor"]["cudagraph_recorded_non_static_inputs"] <= 2 * 2, "tokens alone are copied"
 
 
-@pytest.mark.parametrize("case", ["llama", "mistral", "deepseek_v3", "qwen3_next-dense", "mamba2", "mixtral", "lfm2"])
-def test_graphs_of_the_model_have_the_bits_of_eager_steps(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = on_gpu(case)
+KINDS = ("llama", "mistral", "deepseek_v3", "qwen3_next-dense", "mamba2", "mixtral", "lfm2")
+CODED = [("llama", 8), ("gemma", 4), ("gemma", 2)]
+
+
+@pytest.mark.parametrize(("case", "bits"), [*((case, None) for case in KINDS), *CODED])
+def test_graphs_of_the_model_have_the_bits_of_eager_steps(
+    case: str, bits: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, kv = on_gpu(case), None if bits is None else lmstate.kv.Quantized(bits)
     with torch.no_grad():
-        replayed = story(model)
+        replayed = story(model, kv)
         assert any(graph is not None for graph in model.network.graphs._made.values()), "no step was recorded"
         monkeypatch.setattr("lmstate.models.graphs.fuses", lambda: False)
-        eager = story(model)
+        eager = story(model, kv)
     assert all(torch.equal(own.nan_to_num(7.0), other.nan_to_num(7.0)) for own, other in zip(replayed, eager))
+
+
+@pytest.mark.parametrize(("case", "bits"), [*((case, None) for case in KINDS), *CODED])
+def test_tokens_that_follow_in_one_graph_are_those_of_single_steps(case: str, bits: int | None) -> None:
+    model, kv = on_gpu(case), None if bits is None else lmstate.kv.Quantized(bits)
+    own, other = model.new_state(2, kv=kv), model.new_state(2, kv=kv)
+    with torch.no_grad():
+        for state in (own, other):
+            model([ids(62), ids(3)], state)
+        found = model.follow([[7], [9]], own, 2)
+        steps = calls(model, [[7], [9]], other, 2)
+    assert found is not None and torch.equal(found[1], torch.stack(steps, 1))

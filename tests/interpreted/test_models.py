@@ -18,7 +18,8 @@ from tests.zoo import pair, text
 
 TO_THE_BIT = ("llama", "mamba2", "deepseek_v3")
 CLOSE = ("qwen3_next-dense",)  # torch computes its gates, and rounds the last numbers of a vector otherwise on a CPU
-LONG = [pytest.param(case, marks=pytest.mark.soak) for case in ("mistral", "gemma2", "gpt_oss", "falcon_h1")]
+LONG_CASES = ("mistral", "gemma2", "gpt_oss", "falcon_h1", "deepseek_v32", "minimax_m3", "deepseek_v4")
+LONG = [pytest.param(case, marks=pytest.mark.soak) for case in LONG_CASES]
 
 
 @pytest.fixture
