@@ -253,12 +253,30 @@ def test_pictures_between_tokens_of_their_own(tmp_path: Path) -> None:
     torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
 
 
+# The token of a place, where a template writes another one for a picture.
+PLACES = {"ovis2": "<IMG_ATOM>", "llama4": "<|patch|>", "aya_vision": "<|IMG_PATCH|>"}
+
+
 def processor_of(family: str, folder: Path) -> Any:
     """A small processor of a family, saved with a tokenizer in a folder."""
     import transformers as t
 
-    place = {"ovis2": "<IMG_ATOM>", "llama4": "<|patch|>"}.get(family, "<image>")
+    place = PLACES.get(family, "<image>")
     names = {
+        "aya_vision": {name: f"<|{name}|>" for name in ("START_OF_IMG", "END_OF_IMG")},
+        "cohere2_vision": {name: f"<{name}>" for name in ("boi_token", "eoi_token", "img_line_break_token")},
+        "smolvlm": {
+            "fake_image_token": "<fake_token_around_image>", "end_of_utterance_token": "<end_of_utterance>",
+            "global_image_token": "<global-img>", "video_token": "<video>",
+        },
+        "idefics3": {"fake_image_token": "<fake_token_around_image>", "end_of_utterance": "<end_of_utterance>"},
+        "internvl": {
+            "start_image_token": "<img>", "end_image_token": "</img>", "video_token": "<video>",
+            "context_image_token": "<image>",
+        },
+        "lfm2_vl": {name: f"<|{name}|>" for name in ("image_start", "image_end", "img_thumbnail")},
+        "lighton_ocr": {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
+        "mistral3": {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
         "gemma4": {name: f"<{name}>" for name in ("boi_token", "eoi_token", "boa_token", "eoa_token", "audio_token")},
         "idefics2": {"image_boundary_token": "<bound>", "end_of_utterance": "<end_of_utterance>"},
         "llama4": {
@@ -272,7 +290,7 @@ def processor_of(family: str, folder: Path) -> Any:
             for name in (f"{kind}_start_token", f"{kind}_end_token")
         } | {"video_token": "<video>"},
     }.get(family, {})  # fmt: skip
-    save_tokenizer(folder, [place, *names.values(), *(["<image>"] if place != "<image>" else [])], TEMPLATE)
+    save_tokenizer(folder, list(dict.fromkeys([place, *names.values(), "<image>"])), TEMPLATE)
     inner = t.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), eos_token=END, pad_token=END,
         additional_special_tokens=[START], extra_special_tokens={"image_token": "<image>", **names},
@@ -281,6 +299,44 @@ def processor_of(family: str, folder: Path) -> Any:
     if family == "idefics2":
         pixels = t.Idefics2ImageProcessorPil(size={"shortest_edge": 10, "longest_edge": 16}, do_image_splitting=True)
         made = t.Idefics2Processor(pixels, inner, image_seq_len=4, chat_template=TEMPLATE)
+    elif family == "aya_vision":
+        pixels = t.GotOcr2ImageProcessorPil(size=size, max_patches=4)
+        made = t.AyaVisionProcessor(
+            pixels, inner, patch_size=4, img_size=16, downsample_factor=2, chat_template=TEMPLATE
+        )
+    elif family == "cohere2_vision":
+        pytest.importorskip("torchvision")  # of its processor of images
+        pixels = t.Cohere2VisionImageProcessor(size=size, max_patches=4, patch_size=2)
+        made = t.Cohere2VisionProcessor(pixels, inner, chat_template=TEMPLATE)
+    elif family == "idefics3":
+        pixels = t.Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
+        made = t.Idefics3Processor(pixels, inner, image_seq_len=4, chat_template=TEMPLATE)
+    elif family == "internvl":
+        pytest.importorskip("torchvision")  # of its processor of videos
+        pixels = t.GotOcr2ImageProcessorPil(size=size, max_patches=4)
+        made = t.InternVLProcessor(
+            pixels, inner, t.InternVLVideoProcessor(), image_seq_length=4, chat_template=TEMPLATE
+        )
+    elif family == "lfm2_vl":
+        pytest.importorskip("torchvision")  # of its processor of images
+        pixels = t.Lfm2VlImageProcessor(
+            tile_size=16, encoder_patch_size=4, min_image_tokens=2, max_image_tokens=4, max_tiles=4, size=size
+        )
+        made = t.Lfm2VlProcessor(pixels, inner, chat_template=TEMPLATE)
+    elif family == "lighton_ocr":
+        pixels = t.PixtralImageProcessorPil(size={"longest_edge": 16}, patch_size=8)
+        made = t.LightOnOcrProcessor(pixels, inner, patch_size=4, chat_template=TEMPLATE)
+    elif family == "mistral3":
+        pytest.importorskip("torchvision")  # which its processor asks for
+        pixels = t.PixtralImageProcessorPil(size={"longest_edge": 16}, patch_size=4)
+        made = t.PixtralProcessor(
+            pixels, inner, patch_size=4, spatial_merge_size=2, image_token="<image>", chat_template=TEMPLATE
+        )
+    elif family == "smolvlm":
+        pytest.importorskip("torchvision")  # of its processor of videos
+        pytest.importorskip("num2words")
+        pixels = t.SmolVLMImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
+        made = t.SmolVLMProcessor(pixels, inner, t.SmolVLMVideoProcessor(), image_seq_len=4, chat_template=TEMPLATE)
     elif family == "ovis2":
         pixels = t.Ovis2ImageProcessorPil(size=size, crop_to_patches=True, max_patches=4)
         made = t.Ovis2Processor(pixels, inner, image_seq_length=4, chat_template=TEMPLATE)
@@ -326,17 +382,20 @@ def processor_of(family: str, folder: Path) -> Any:
     return t.AutoProcessor.from_pretrained(folder)
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["deepseek_vl", "gemma4", "granite4_vision", "idefics2", "llama4", "llava_onevision", "minicpmv4_6", "ovis2"],
-)
+WRITTEN = [
+    "aya_vision", "cohere2_vision", "deepseek_vl", "gemma4", "granite4_vision", "idefics2", "idefics3", "internvl",
+    "lfm2_vl", "lighton_ocr", "llama4", "llava_onevision", "minicpmv4_6", "mistral3", "ovis2", "smolvlm",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", WRITTEN)
 def test_places_are_those_of_the_processor(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers as t
 
     monkeypatch.setattr(t.modeling_outputs.MoeCausalLMOutputWithPast, "image_outputs", None, raising=False)  # Llama 4
 
     processor, given = processor_of(family, tmp_path), config(family)
-    place = {"ovis2": "<IMG_ATOM>", "llama4": "<|patch|>"}.get(family, "<image>")
+    place = PLACES.get(family, "<image>")
     given.image_token_id = processor.tokenizer.convert_tokens_to_ids(place)
     if family == "ovis2":
         marks = ("<IMG_START>", "<IMG_END>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>")

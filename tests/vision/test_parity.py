@@ -163,6 +163,13 @@ def config(name: str) -> Any:
         seeing = t.models.minicpmv4_6.configuration_minicpmv4_6.MiniCPMV4_6VisionConfig(**SEEING, image_size=32)
         text = t.Qwen3_5TextConfig(**TEXT, **MORE["qwen3_5"])
         return t.MiniCPMV4_6Config(vision_config=seeing, text_config=text, image_token_id=IMAGE, insert_layer_id=0)
+    if name in ("aya_vision", "cohere2_vision"):  # transformers scales no logits of theirs
+        text = t.Cohere2Config(**TEXT, sliding_window=7, logit_scale=1.0)
+        seeing = t.SiglipVisionConfig(**SEEING, image_size=16, vision_use_head=False)
+        kind, width = (
+            ("AyaVision", {}) if name == "aya_vision" else ("Cohere2Vision", {"alignment_intermediate_size": 64})
+        )
+        return getattr(t, f"{kind}Config")(vision_config=seeing, text_config=text, image_token_id=IMAGE, **width)
     if name == "lighton_ocr":
         seeing = t.PixtralVisionConfig(**SEEING, image_size=16)
         return t.LightOnOcrConfig(
@@ -331,7 +338,7 @@ FAMILIES = [
     *WHOLE, "gemma3n", "gemma4_small",
     "llava", "llava_next", "internvl", "idefics3", "smolvlm", "mistral3", "lfm2_vl", *GRIDS,
     "llama4", "idefics2", "llava_onevision", "deepseek_vl", "deepseek_vl_hybrid", "minicpmv4_6", "granite4_vision",
-    "ovis2", "lighton_ocr",
+    "ovis2", "lighton_ocr", "aya_vision", "cohere2_vision",
 ]  # fmt: skip
 
 

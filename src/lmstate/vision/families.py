@@ -163,13 +163,8 @@ def hard_tokens(seeing: Any, config: Any) -> dict[int, Tensor]:
     return {token: own for token, own in found.items() if token not in (config.image_token_id, config.audio_token_id)}
 
 
-def replaced(processor: Any, inputs: Inputs, index: int) -> str:
-    """The text of a picture's places."""
-    return str(processor.replace_image_token(inputs, index))
-
-
 def numbered(processor: Any, inputs: Inputs, index: int) -> str:
-    """The same of MiniCPM-V 4.6, with the picture's number in front."""
+    """The text of a picture's places of MiniCPM-V 4.6, with its number in front."""
     divisor = processor.image_token_divisor
     own = str(processor.replace_image_token(inputs, index, image_token_divisor=divisor))
     number = f"{processor.image_id_start_token}{index}{processor.image_id_end_token}"
@@ -199,6 +194,8 @@ def _given(inputs: Inputs, name: str, ndim: int) -> Tensor:
 
 # model_type of a config -> how its pictures are parted.
 FAMILIES: dict[str, Tiles] = {
+    "aya_vision": rows,
+    "cohere2_vision": rows,
     "deepseek_vl": rows,
     "deepseek_vl_hybrid": high_rows,
     "gemma3": rows,
@@ -237,8 +234,10 @@ FEATURES: dict[str, Callable[[Any, dict[str, Tensor]], Tensor]] = {"granite4_vis
 MARKS: dict[str, Callable[[Any, Any], dict[int, Tensor]]] = {"gemma3n": hard_tokens, "ovis2": visual_indicators}
 # The package of a tower that transformers and Pillow do not make alone.
 NEEDS = {"gemma3n": "timm"}
-# The function that writes the places of a picture, where it is not `replaced`.
+# The function that writes the places of a picture, where its processor does not beside its pixels.
 WRITERS: dict[str, Callable[[Any, Inputs, int], str]] = {"idefics2": bounded, "minicpmv4_6": numbered}
+# Options of a processor that are among those of its texts.
+OPTIONS: dict[str, dict[str, Any]] = {"lfm2_vl": {"use_image_special_tokens": True}}
 # Whose pictures are one piece with all of the prompt, which they begin.
 PREFIXED = frozenset({"paligemma"})
 # Changes of a text behind the places of all pictures.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lmstate.errors import ModelError, StateError
 from lmstate.state.media import MediaSpan, identities
 from lmstate.state.sources import Source, SourceFeatures
-from lmstate.vision.families import TIDIED, UNTILED, WRITERS, replaced
+from lmstate.vision.families import OPTIONS, TIDIED, UNTILED, WRITERS
 from lmstate.vision.pictures import read_picture
 from lmstate.vision.tower import Tower
 
@@ -108,19 +108,27 @@ class PictureReader:
                 if (size := sum(image.width * image.height for image in images)) > MOST_PIXELS:
                     raise StateError(f"the pictures have {size} pixels and more; all may have {MOST_PIXELS} together")
             try:
-                inputs = self.pixels(images=images, return_tensors="pt")
+                inputs, places = self._processed(images)
                 del images
-                mark, tiles = self.mark, self.tower.tiles(inputs)
+                taken = [len(self.tower.embed(tile)) for tile in self.tower.tiles(inputs)]
                 if self.processor is None:
-                    places = [mark * len(self.tower.embed(tile)) for tile in tiles]
-                else:
-                    write = WRITERS.get(self.tower.family, replaced)
-                    places = [write(self.processor, inputs, index) for index in range(count)]
-                    for tile in tiles:
-                        self.tower.embed(tile)
+                    places = [self.mark * count for count in taken]
             except (ValueError, TypeError, KeyError) as error:
                 raise StateError(f"the model's processor does not take a picture: {str(error)[:200]}") from error
         return PicturedTexts(self, inputs, list(map(name_of, pictures)), places, perf_counter() - begin)
+
+    def _processed(self, images: list[Any]) -> tuple[Any, list[str]]:
+        """The inputs that transformers makes of pictures, and the text of their places, if there are tiles."""
+        if self.processor is None:
+            return self.pixels(images=images, return_tensors="pt"), []
+        # Options of a processor override those of its image processor.
+        options = self.processor._merge_kwargs(return_tensors="pt")["images_kwargs"]
+        if (write := WRITERS.get(self.tower.family)) is not None:
+            inputs = self.pixels(images=images, **options)
+            return inputs, [write(self.processor, inputs, index) for index in range(len(images))]
+        more = OPTIONS.get(self.tower.family, {})
+        inputs, places = self.processor._process_images(images, **options, **more)
+        return inputs, places
 
     @property
     def mark(self) -> str:
