@@ -22,7 +22,7 @@ from lmstate.generation.params import SamplingParams, sampling_params
 from lmstate.generation.prompts import check_prompts
 from lmstate.generation.report import Report, RowPiece
 from lmstate.generation.row import AnswerText, Finish
-from lmstate.generation.sampling import Sampler, TokenPicker, check_numbers
+from lmstate.generation.sampling import FILTERS, Sampler, TokenPicker, check_numbers
 from lmstate.language_model import LanguageModel
 from lmstate.state.validate import real_number, token_ids, whole_number
 
@@ -35,7 +35,7 @@ MOST_BEAMS = 256
 # Fields of `SamplingParams` that a search follows; the last four are of draws, and nothing is drawn.
 HONORED = (
     "max_new_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "repetition_penalty", "logit_bias",
-    "top_k", "top_p", "min_p", "seed",
+    *FILTERS, "seed",
 )  # fmt: skip
 
 

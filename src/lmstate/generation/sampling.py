@@ -21,6 +21,9 @@ from lmstate import ops
 from lmstate.errors import ModelError
 from lmstate.state.validate import real_number, whole_number
 
+FILTERS = ("top_k", "top_p", "min_p")
+"""Fields of `Sampler` that leave out tokens before one is drawn."""
+
 
 @dataclass(frozen=True)
 class Sampler:

@@ -16,6 +16,7 @@ from lmstate.engine import Engine, Piece, Request, Session
 from lmstate.engine.session_record import Moment, Record
 from lmstate.generation import Report, Sampler, SamplingParams
 from lmstate.generation.params import sampling_params
+from lmstate.generation.sampling import FILTERS
 from lmstate.speculation import DraftReport
 from lmstate.state import Snapshot
 from lmstate.vision.pictures import picture_file
@@ -33,7 +34,7 @@ LOADED = ""  # session of a file, which no branch is called
 SETTINGS = {
     name: name
     for name in (
-        "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+        "temperature", *FILTERS, "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
     )
 } | {"max_tokens": "max_new_tokens"}  # fmt: skip
 

@@ -15,6 +15,7 @@ from starlette.responses import FileResponse, Response
 from starlette.types import ASGIApp
 
 from lmstate.engine.session import Session
+from lmstate.generation.sampling import FILTERS
 from lmstate.serve.answer.handlers import json_response
 from lmstate.serve.answer.paths import Path
 from lmstate.serve.answer.sampling import check_ids
@@ -394,7 +395,7 @@ def settings_of(body: PageConversation) -> dict[str, Any] | None:
     """The settings that the page knows; others are left out."""
     if body.settings is None:
         return None
-    names = ("system", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
+    names = ("system", "temperature", *FILTERS, "seed", "max_tokens")
     return {name: body.settings[name] for name in names if body.settings.get(name) is not None}
 
 

@@ -25,7 +25,7 @@ from lmstate.serve.tools import Reasoning, Text
 from lmstate.serve.tools.base import plain_text
 from lmstate.serve.wire.errors import ApiError, as_api_error
 from lmstate.serve.wire.schema.chat import ChatMessage, Content, ContentPart
-from lmstate.serve.wire.schema.common import Sampling
+from lmstate.serve.wire.schema.common import Draws, Sampling
 from lmstate.serve.wire.schema.ollama import (
     OllamaAnswered,
     OllamaChatBody,
@@ -202,16 +202,8 @@ async def _continued(service: Service, request: Request, body: OllamaAnswered, t
 
 def _params(service: Service, body: OllamaAnswered) -> Any:
     given = body.options or OllamaOptions()
-    sampling = Sampling(
-        temperature=given.temperature,
-        top_k=given.top_k,
-        top_p=given.top_p,
-        min_p=given.min_p,
-        repetition_penalty=given.repeat_penalty,
-        presence_penalty=given.presence_penalty,
-        frequency_penalty=given.frequency_penalty,
-        seed=given.seed,
-    )
+    draws = {name: getattr(given, name) for name in Draws.__struct_fields__}
+    sampling = Sampling(repetition_penalty=given.repeat_penalty, **draws)
     params = sampling_params(sampling, service.vocab_size, service.model.defaults)
     return replace(params, stop=stops(given.stop), logprobs=(body.top_logprobs or 0) if body.logprobs else None)
 

@@ -24,18 +24,23 @@ Prompts = str | list[Annotated[Any, Meta(extra_json_schema=_PROMPTS)]]  # texts,
 NoPromptLogprobs = Annotated[None, Meta(description="completions score a prompt with echo and logprobs")]
 
 
-class Sampling(Struct, kw_only=True):
-    """Sampling of tokens. A field that is left out is as the model's makers suggest."""
+class Draws(Struct, kw_only=True):
+    """Sampling as every protocol knows it. A field that is left out is as the model's makers suggest."""
 
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=4096)] | None = None
     seed: int | None = None
+
+
+class Sampling(Draws, kw_only=True):
+    """Sampling of tokens, with what other servers added."""
+
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=4096)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     min_tokens: Whole | None = None

@@ -7,24 +7,17 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from lmstate.serve.wire.schema.chat import MAX_MESSAGES, ChatCall
-from lmstate.serve.wire.schema.common import JsonSchema, Positive, StopTexts, TokenIds, TopLogprobs
+from lmstate.serve.wire.schema.common import Draws, JsonSchema, Positive, StopTexts, TokenIds, TopLogprobs
 from lmstate.serve.wire.schema.tools import AnyTools
 
 NoTemplate = Annotated[Literal[""] | None, Meta(description="prompts are rendered by the model's own template")]
 KeepAlive = str | float
 
 
-class OllamaOptions(Struct, kw_only=True):
+class OllamaOptions(Draws, kw_only=True):
     """Sampling. A field that is left out is as the model's makers suggest; fields of a runner (num_ctx) are ignored."""
 
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
-    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    seed: int | None = None
     num_predict: Annotated[int, Meta(ge=-2, le=2**31)] | None = None  # negative: up to the server's limit
     stop: StopTexts | None = None
 
