@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lmstate.checkpoints.conversion_bar import ConversionBar
 from lmstate.checkpoints.hub import cache_dir, resolve, served_name, weights_of
 from lmstate.checkpoints.huggingface import converted, mlx
 from lmstate.checkpoints.huggingface.quantization import MXFP4
-from lmstate.checkpoints.loader import ConversionBar, WeightLoader
+from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_cached
 from lmstate.checkpoints.renamed import file_source
 from lmstate.checkpoints.saving import save_checkpoint, without_quantization

@@ -5,17 +5,17 @@ from __future__ import annotations
 import copy
 import fnmatch
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias, overload
+from typing import Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
 
 from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.conversion_bar import ConversionBar
 from lmstate.checkpoints.conversion_cache import ConversionCache
 from lmstate.checkpoints.placement import DevicePlacement, Devices, Sizes
 from lmstate.checkpoints.renamed import file_name
@@ -26,9 +26,6 @@ from lmstate.ops.processor import multiplies_bfloat16
 from lmstate.ops.types.weight import FLOAT_KINDS, Weight
 from lmstate.ops.weights.bfloat12 import to_bfloat12
 from lmstate.ops.weights.grouped import FloatWeight, Int4Weight, Int8Weight, quantization_error, quantize
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 KINDS = ("auto", "int4", "int8", "bfloat16", "float32")
 ACTIVATIONS = ("auto", 8, 16)
@@ -431,33 +428,6 @@ def _pack(parts: list[GroupedQuant], order: Tensor | None) -> Weight:
     if whole.minimum is None:
         return Int8Weight.pack(whole.q, whole.scale)
     return Int4Weight.pack(whole.q, whole.scale, whole.minimum)
-
-
-class ConversionBar:
-    """Shows on a terminal that tensors are being converted; a start from the cache shows none."""
-
-    def __init__(self, wanted: bool, total: int, doing: str = "converting weights") -> None:
-        self._doing = doing
-        self._wanted = wanted and sys.stderr.isatty()
-        self._total = total
-        self._progress: Progress | None = None
-
-    def advance(self, tensors: int) -> None:
-        if not self._wanted:
-            return
-        if self._progress is None:
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self._progress = Progress(console=Console(stderr=True), transient=True)
-            self._progress.start()
-            self._progress.add_task(self._doing, total=self._total)
-        self._progress.advance(self._progress.task_ids[0], tensors)
-
-    def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
 
 
 def transpose(numbers: Numbers) -> Tensor:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from lmstate.checkpoints.config import Config
-from lmstate.checkpoints.loader import ConversionBar, Make, WeightLoader
+from lmstate.checkpoints.conversion_bar import ConversionBar
+from lmstate.checkpoints.loader import Make, WeightLoader
 from lmstate.checkpoints.placement import DevicePlacement
 from lmstate.checkpoints.renamed import file_name, file_source
 from lmstate.checkpoints.source import Source, floats
