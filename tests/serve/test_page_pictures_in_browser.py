@@ -18,7 +18,7 @@ from tests.serve.running import Running, running
 from tests.serve.test_page_accessibility import SIZES, findings
 from tests.serve.test_page_pictures import kept, lose
 from tests.serve.test_pictures import OTHER, PICTURE, data, expected, url
-from tests.vision.test_encode import saved
+from tests.vision.test_encode import saved, saved_of
 
 pytestmark = needs_chromium
 
@@ -98,6 +98,23 @@ def test_pictures_are_pasted_dropped_chosen_and_removed(
     page.click("#pane .picture >> nth=1")
     assert page.get_attribute("#pane .picture >> nth=1", "aria-expanded") == "true"
     visit.well(seeing.url)
+
+
+@pytest.mark.parametrize("family", ["aya_vision", "granite4_vision", "idefics2", "idefics3"])
+def test_families_of_many_tiles_answer_on_the_page(browser: Any, family: str, tmp_path: Path) -> None:
+    saved_of(family, tmp_path)
+    model = lmstate.load(tmp_path, weights="float32")
+    with Engine(model, rows=1) as engine, running(engine, Settings("tiny", port=0)) as server:
+        context = browser.new_context()
+        visit = Visit(context, server.url)
+        visit.settings(max_tokens=6, temperature=0)
+        give(visit, "paste", OTHER)
+        give(visit, "paste", PICTURE)
+        shown(visit, "#attached img", 2)
+        assert visit.say("what is this?") == expected(model, OTHER, PICTURE, "what is this?")[1].strip()
+        shown(visit, "#pane .picture img", 2)
+        visit.well(server.url)
+        context.close()
 
 
 def test_only_pictures_are_taken(visit: Visit, seeing: Running) -> None:

@@ -23,7 +23,7 @@ from lmstate.serve.wire.errors import ApiError
 from lmstate.serve.wire.picture_sources import picture_bytes
 from tests.cluster.helpers import fleet
 from tests.serve.running import Running, running
-from tests.vision.test_encode import png, said, saved, saved_with_axes
+from tests.vision.test_encode import WRITTEN, png, said, saved, saved_of, saved_with_axes
 
 PICTURE, OTHER = png(20, 30), png(40, 17, seed=1)
 POSITIONS = 16  # of a picture
@@ -176,6 +176,30 @@ def test_pictures_of_several_sizes_with_axes(tmp_path: Path) -> None:
             chat = client.chat.completions.create(model="tiny", messages=given, max_tokens=6, temperature=0)
             assert chat.choices[0].message.content == answer
             assert chat.usage and chat.usage.prompt_tokens == length
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_every_family_answers_the_official_clients(family: str, tmp_path: Path) -> None:
+    saved_of(family, tmp_path)
+    model = lmstate.load(tmp_path, weights="float32")
+    length, answer = expected(model, PICTURE, "what is this?", OTHER)
+    parts = PICTURE, "what is this?", OTHER
+    options: Any = {"model": "tiny", "max_tokens": 6}
+    with (
+        Engine(model) as engine,
+        running(engine, Settings("tiny", port=0)) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as claude,
+    ):
+        given: Any = [{"role": "user", "content": openai_parts(*parts)}]
+        chat = client.chat.completions.create(messages=given, temperature=0, **options)
+        assert chat.choices[0].message.content == answer and chat.usage and chat.usage.prompt_tokens == length
+        given = [{"role": "user", "content": anthropic_parts(*parts)}]
+        message = claude.messages.create(messages=given, extra_body={"temperature": 0}, **options)
+        assert "".join(block.text for block in message.content if block.type == "text") == answer
+        runs = model.pictures().tower.runs
+        assert claude.messages.count_tokens(model="tiny", messages=given).input_tokens == length
+        assert model.pictures().tower.runs == runs
 
 
 def test_marks_in_a_text_are_text(model: lmstate.Model, client: openai.OpenAI) -> None:

@@ -388,27 +388,32 @@ WRITTEN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("family", WRITTEN)
-def test_places_are_those_of_the_processor(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def saved_of(family: str, folder: Path) -> tuple[Any, Any]:
+    """A small model of a family with its tokenizer and processor; returns transformers' model and processor."""
     import transformers as t
 
-    monkeypatch.setattr(t.modeling_outputs.MoeCausalLMOutputWithPast, "image_outputs", None, raising=False)  # Llama 4
-
-    processor, given = processor_of(family, tmp_path), config(family)
-    place = PLACES.get(family, "<image>")
-    given.image_token_id = processor.tokenizer.convert_tokens_to_ids(place)
+    processor, given = processor_of(family, folder), config(family)
+    given.image_token_id = processor.tokenizer.convert_tokens_to_ids(PLACES.get(family, "<image>"))
     if family == "ovis2":
         marks = ("<IMG_START>", "<IMG_END>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>")
         given.visual_indicator_token_ids = processor.tokenizer.convert_tokens_to_ids(marks)
-    given.text_config.vocab_size, given.text_config.eos_token_id = len(processor.tokenizer), 257
-    if family == "ovis2":
         given.vocab_size = len(processor.tokenizer)
+    given.text_config.vocab_size, given.text_config.eos_token_id = len(processor.tokenizer), 257
     if family == "gemma4":
         given.text_config.vocab_size_per_layer_input = len(processor.tokenizer)
     torch.manual_seed(0)
     theirs = t.AutoModelForImageTextToText.from_config(given).eval()
     randomize(theirs)
-    theirs.save_pretrained(tmp_path)
+    theirs.save_pretrained(folder)
+    return theirs, processor
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_places_are_those_of_the_processor(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers as t
+
+    monkeypatch.setattr(t.modeling_outputs.MoeCausalLMOutputWithPast, "image_outputs", None, raising=False)  # Llama 4
+    theirs, processor = saved_of(family, tmp_path)
     files = [png(30, 20), png(16, 40, seed=1), png(20, 20, seed=2)]
     images = [Image.open(io.BytesIO(file)) for file in files]
     model = lmstate.load(tmp_path, weights="float32")
