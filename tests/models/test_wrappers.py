@@ -268,7 +268,7 @@ def test_a_text_model_that_is_not_whole_is_refused(part: str, message: str, tmp_
 
 
 def test_a_text_model_under_names_that_nobody_knows_is_refused(tmp_path: Path) -> None:
-    folder = rewritten(tmp_path, llava(), lambda name: name.replace("language_model.", "llm."))
+    folder = rewritten(tmp_path, llava(), lambda name: name.replace("language_model.", "words."))
     with pytest.raises(ModelError, match=r"wraps a text model.*under language_model\."):
         lmstate.load(folder)
 
