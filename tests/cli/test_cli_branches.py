@@ -110,6 +110,23 @@ def test_turns_are_counted_by_their_questions(conversation: ChatConversation) ->
     check(conversation)
 
 
+def test_the_first_question_may_be_asked_again(conversation: ChatConversation) -> None:
+    for question in ("one", "two", "one"):
+        ask(conversation, question)
+    assert [each["content"] for each in conversation.messages if each["role"] == "user"] == ["one", "two", "one"]
+    check(conversation)
+
+
+def test_a_conversation_with_a_new_system_message_can_be_cleared_and_comes_back(conversation: ChatConversation) -> None:
+    ask(conversation, "one")
+    command(conversation, "/system Be brief.")
+    messages = conversation.messages
+    command(conversation, "/clear")
+    assert len(conversation.messages) == 1
+    command(conversation, "/undo")
+    assert conversation.messages == messages
+
+
 def test_a_question_that_the_template_refuses_leaves_no_trace(
     conversation: ChatConversation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +290,14 @@ def test_a_saved_conversation_is_a_session_of_an_engine_and_the_reverse(tmp_path
     command(later, f"/load {tmp_path / 'session'}")
     assert later.messages == conversation.messages
     assert ask(later, "two") == ask(conversation, "two")
+    with lmstate.Engine(conversation.model) as engine:
+        plain = engine.session("plain")
+        plain.send([5, 6, 7], max_new_tokens=2).result(60)
+        plain.save(tmp_path / "plain")
+    messages = later.messages
+    with pytest.raises(ValueError, match=r"it has no messages$"):
+        command(later, f"/load {tmp_path / 'plain'}")
+    assert later.messages == messages
 
 
 @pytest.mark.parametrize("name", ["chat.lmstate", "monday", "chat.lms"])

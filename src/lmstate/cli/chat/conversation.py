@@ -144,7 +144,7 @@ class ChatConversation:
         self.session.mark()  # an /undo of this turn comes back here
         before, message = self.session.record, question_of(question, self.pictures)
         self.pictures = []
-        request = self._request = self.session.send([message], params=self.params)
+        request = self._request = self.session.send([*before.messages, message], params=self.params)
         request.max_unread = MAX_UNREAD
         warn_of_length(self.model, len(before.tokens), len(request.prompt))
         given: list[Piece] = []
@@ -226,7 +226,7 @@ class ChatConversation:
 
     def clear(self) -> None:
         """Begin again with the system message alone; `undo_replacement` brings back all that was."""
-        if self.held or len(self.branches) > 1:
+        if self.held or self.messages != self._empty().messages or len(self.branches) > 1:
             self._remember("the clearing")
         self._begin({FIRST: self._empty()}, FIRST)
 
@@ -277,7 +277,7 @@ class ChatConversation:
         that no chat wrote; the conversation is then as it was.
         """
         snapshot = Snapshot.load(path)
-        if messages_of(snapshot) is None:
+        if (messages := messages_of(snapshot)) is None or (snapshot.tokens and not messages):
             raise ValueError(f"{path} is a snapshot, but of no conversation: it has no messages")
         loaded = self.engine.load_session(LOADED, snapshot)
         try:
