@@ -61,6 +61,9 @@ SIZES = (
     "sliding_window_size",
     "d_rel",
     "rel_extent",
+    "n_input_layers",
+    "n_recurrent_layers",
+    "n_output_layers",
 )
 LEARNED = ("biogpt", "gpt_neo", "opt")  # have a row of weights for each position
 ROPES = ("rope_parameters", "rope_scaling", "rope_theta")

@@ -60,6 +60,9 @@ class Reciter:
             state.commit([len(new) for new in tokens])
         return out if logits == "all" else last
 
+    def follow(self, tokens: Sequence[Sequence[int]], state: FakeState, most: int) -> None:
+        """It has no graph of several steps."""
+
     def _next(self, held: list[int]) -> int:
         said = self.tokenizer.decode(held).lstrip()
         rest = (self.text * 9)[len(said) :]
