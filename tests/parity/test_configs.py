@@ -64,6 +64,8 @@ SIZES = (
     "n_input_layers",
     "n_recurrent_layers",
     "n_output_layers",
+    # Of Dory, whose weights are made for it: by the default the scores of random ones are 72 times as large.
+    "initializer_range",
 )
 LEARNED = ("biogpt", "gpt_neo", "opt")  # have a row of weights for each position
 ROPES = ("rope_parameters", "rope_scaling", "rope_theta")
