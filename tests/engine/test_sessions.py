@@ -13,6 +13,7 @@ import torch
 import lmstate
 from lmstate.engine import EngineClosed, SessionBusy
 from lmstate.engine.session_record import Moment, Record
+from lmstate.state.media import Media, MediaSpan
 from tests.engine.alone import alone
 from tests.engine.chat import TEMPLATE, chatting, tokenizer
 from tests.engine.test_batching import prompt
@@ -338,6 +339,21 @@ def test_an_answer_that_was_cut_goes_on_as_the_reader_saw_it(case: str) -> None:
         session.restore(cut)
         session.undo()
         assert session.messages == cut.messages[:2]
+
+
+def test_a_cut_parts_no_picture() -> None:
+    picture = Media.of(torch.zeros(4, chatting().config.hidden_size), 7)
+    asked = Record([1, 7, 7, 7, 7, 2, 3], [said("user", "what?"), said("assistant", "a cat")])
+    asked.turns, asked.media = [Moment(0, 0)], [MediaSpan(1, picture)]
+    with lmstate.Engine(chatting()) as engine:
+        session = engine.session("x")
+        session.restore(asked)
+        for inside in (1, 3, 5):
+            with pytest.raises(lmstate.RewindError, match="the last turn has positions 6 to 7"):
+                session.cut(inside, "")
+        assert session.record == asked
+        session.cut(6, "a")
+        assert session.record.media == asked.media and session.tokens == asked.tokens[:6]
 
 
 def test_forks_tell_what_they_were_forked_from(tmp_path: Path) -> None:

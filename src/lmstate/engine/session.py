@@ -160,10 +160,12 @@ class Session:
     def cut(self, to: int, text: str) -> None:
         """Have the last answer end at position `to`, where its text is `text`: for a reader who stopped there.
 
-        Raises RewindError for a position outside the answer.
+        The session does not know where in the last turn its answer begins. Raises RewindError for a position outside
+        the turn, or where pictures of it are not over.
         """
         with self._changing() as record:
-            to, begin = whole_number(to, "a position"), record.turns[-1].tokens if record.turns else 0
+            begin = max([record.turns[-1].tokens if record.turns else 0, *(span.end for span in record.media)])
+            to = whole_number(to, "a position")
             if not begin < to <= len(record.tokens):
                 raise RewindError(
                     f"a cut at {to} was asked for; the last turn has positions {begin + 1} to {len(record.tokens)}"
