@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, redirect_stdout
 from itertools import islice
 from pathlib import Path
+from time import sleep
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from lmstate.cli.app import app
-from lmstate.cli.chat.command import talk
+from lmstate.cli.chat.command import answer, talk
 from lmstate.cli.chat.conversation import ChatConversation
 from lmstate.cli.chat.input import Typed, _edit_lines
 from lmstate.cli.chat.slash_commands import COMMANDS, AskQuestion, complete, run_command
@@ -102,6 +103,28 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(model: ScriptedModel
     assert "(stopped)" in result.stderr
     fed = len("[end]\n[user]two[end]\n[assistant]")
     assert any(f"[{more} tokens fed" in result.stderr for more in (fed, fed + 1)), "the last token may not be read yet"
+
+
+@pytest.mark.parametrize("instead", [False, True])
+def test_ctrl_c_twice_in_one_step_leaves_the_conversation_as_it_was(model: ScriptedModel, instead: bool) -> None:
+    with closing(ChatConversation(model)) as conversation:
+        for question in ("one", "two"):
+            list(conversation.ask(question))
+        before, script, pressed = conversation.session.record, model.script, list[int]()
+
+        def interrupt(held: list[int]) -> int:
+            if not pressed:  # the second one comes while the first waits for the end of this step
+                for time in (1, 2):
+                    pressed.append(time)
+                    os.kill(os.getpid(), signal.SIGINT)
+                    sleep(0.3)
+            return script(held)
+
+        model.script = interrupt
+        answer(conversation, "three", stats=False, instead=instead)
+        assert len(pressed) == 2 and conversation.messages == before.messages
+        assert conversation.session.tokens == before.tokens
+        assert "".join(conversation.ask("four")) == "You said four."
 
 
 def test_a_turn_that_fails_is_told_and_the_next_one_answers(model: ScriptedModel, runner: CliRunner) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
@@ -12,7 +13,7 @@ from lmstate.cli.chat.branches import FIRST
 from lmstate.cli.chat.messages import Message, asked, messages_of, question_of
 from lmstate.cli.output import Interrupt
 from lmstate.cli.progress import PromptProgress, warn_of_length
-from lmstate.engine import Engine, Piece, Request, Session
+from lmstate.engine import Completion, Engine, Piece, Request, Session
 from lmstate.engine.session_record import Moment, Record
 from lmstate.generation import Report, Sampler, SamplingParams
 from lmstate.generation.params import sampling_params
@@ -166,7 +167,7 @@ class ChatConversation:
         self._request = self.report = None
         request.cancel()
         try:
-            completion = request.result()
+            completion = _ended(request)
         except Exception:  # the iterator has raised it
             return
         (tokens,), usage, count = completion.tokens, completion.usage, sum(len(piece.tokens) for piece in given)
@@ -300,6 +301,13 @@ class ChatConversation:
 
     def _remember(self, what: str) -> None:
         self._replaced = Replaced(what, {name: each.record for name, each in self.branches.items()}, self.current)
+
+
+def _ended(request: Request) -> Completion:
+    """The outcome of a cancelled request. Ctrl-C waits for it too: until the step ends the session takes nothing."""
+    while True:
+        with suppress(KeyboardInterrupt):
+            return request.result()
 
 
 def _wait(request: Request) -> None:
