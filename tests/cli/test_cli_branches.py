@@ -127,6 +127,27 @@ def test_a_conversation_with_a_new_system_message_can_be_cleared_and_comes_back(
     assert conversation.messages == messages
 
 
+def test_a_question_without_an_answer_leaves_what_was_cleared(
+    conversation: ChatConversation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(conversation, "one")
+    messages = conversation.messages
+    command(conversation, "/clear")
+
+    def refuse(self: Letters, messages: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        raise lmstate.ModelError("the template does not accept this")
+
+    with monkeypatch.context() as patched, pytest.raises(lmstate.ModelError):
+        patched.setattr(Letters, "chat_text", refuse)
+        ask(conversation, "two")
+    command(conversation, "/undo")
+    assert conversation.messages == messages
+    command(conversation, "/clear")
+    ask(conversation, "two")
+    command(conversation, "/undo")
+    assert conversation.messages == [], "after an answer it takes back that turn"
+
+
 def test_a_question_that_the_template_refuses_leaves_no_trace(
     conversation: ChatConversation, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,7 +140,6 @@ class ChatConversation:
         """The answer, piece by piece. The pieces given out are kept, also if the iterator is closed. A question without
         any answer leaves no trace, and neither do its pictures; nor does one whose answer an error ends.
         """
-        self._replaced = None
         self.engine.clear_prefixes()  # of answers that were taken back
         self.session.mark()  # an /undo of this turn comes back here
         before, message = self.session.record, question_of(question, self.pictures)
@@ -176,6 +175,8 @@ class ChatConversation:
                 self.session.cut(len(request.prompt) + count, "".join(given))
             else:
                 self.session.restore(before)
+        if self.messages != before.messages:
+            self._replaced = None
         why = completion.finished[0]
         self.report = Report(
             fed=usage.prompt - usage.reused,
@@ -232,7 +233,7 @@ class ChatConversation:
         self._begin({FIRST: self._empty()}, FIRST)
 
     def undo_replacement(self) -> str | None:
-        """Bring back what `clear` or `load` replaced, if nothing was asked since; returns its name, None if nothing."""
+        """Bring back what `clear` or `load` replaced, if nothing was answered since. Returns its name, or None."""
         if (before := self._replaced) is None:
             return None
         self._begin(before.records, before.current)
