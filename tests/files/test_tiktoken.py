@@ -109,6 +109,8 @@ def test_another_checkpoint_has_other_rules(tmp_path: Path) -> None:
         (["?? 0"], {}, "base64"),
         (None, {"added_tokens_decoder": {"5": {"content": "[BOS]"}}}, "expected ids from"),
         (None, {"added_tokens_decoder": {str(10**9): {"content": "[BOS]"}}}, "expected ids from"),
+        (None, {"added_tokens_decoder": {f"0{BASE}": {"content": "[BOS]"}}}, "expected ids from"),
+        (None, {"added_tokens_decoder": {"9" * 5000: {"content": "[BOS]"}}}, "expected ids from"),
         (None, {"added_tokens_decoder": {str(BASE): "[BOS]"}}, "with a content"),
         (None, {"added_tokens_decoder": {str(BASE): {"content": "he"}}}, "twice"),
     ],

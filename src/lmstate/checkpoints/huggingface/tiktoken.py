@@ -55,13 +55,14 @@ def tiktoken_json(path: Path, settings: Mapping[str, Any]) -> str:
 
 def _named(told: Any, base: int, where: str) -> dict[int, str]:
     """The names of special tokens by id."""
+    ids = {str(id): id for id in range(base, base + MOST_SPECIAL)}
     names: dict[int, str] = {}
     for id, token in told.items() if isinstance(told, dict) else ():
         name = token.get("content") if isinstance(token, dict) else None
-        if not id.isdecimal() or not base <= int(id) < base + MOST_SPECIAL or not isinstance(name, str) or not name:
+        if id not in ids or not isinstance(name, str) or not name:
             raise ModelError(
                 f"{where} has {base} tokens, and the tokenizer_config.json beside it gives {id[:20]!r} to "
                 f"{str(token)[:80]}; expected ids from {base} on, each with a content"
             )
-        names[int(id)] = name
+        names[ids[id]] = name
     return names
