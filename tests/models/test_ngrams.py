@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import lmstate
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_source
-from lmstate.models.families import build
+from lmstate.models.families import build, qwen4_exp
 from lmstate.models.layers.ngrams import NgramBlock, NgramTable, multipliers, primes
 from tests.zoo import CASES, auto, ours, pair, randomize, text
 
@@ -86,6 +86,7 @@ def test_shards_are_read_where_they_lie_as_one_table(tmp_path: Path) -> None:
     [
         ({"eos_token_id": None}, "eos_token_id None"),
         ({"heads_per_ngram": 3}, "a multiple of the heads"),
+        ({"ngram_vocab_size_base": 60}, "its heads need"),
         ({"ngram_vocab_size_base": 5000}, "its heads need"),
         ({"split_ngram_parts": 5}, "lacks the tensor"),
         ({"indexer_budget": 22}, "the budget must be whole blocks"),
@@ -98,6 +99,15 @@ def test_shards_are_read_where_they_lie_as_one_table(tmp_path: Path) -> None:
 def test_a_config_that_makes_no_sense_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     saved(tmp_path, **changes)
     with pytest.raises(lmstate.ModelError, match=message):
+        build(WeightLoader(open_source(tmp_path), "float32"))
+
+
+def test_a_config_that_asks_for_far_too_many_rows_is_refused_without_looking_for_primes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, ngram_vocab_size_base=2**31 - 1, heads_per_ngram=1024, ngram_size=64, ple_embed_dim=8 * 1024 * 63)
+    monkeypatch.setattr(qwen4_exp, "primes", lambda low, count: pytest.fail(f"{count} primes from {low} on"))
+    with pytest.raises(lmstate.ModelError, match="its heads need"):
         build(WeightLoader(open_source(tmp_path), "float32"))
 
 

@@ -161,9 +161,12 @@ def _table(w: WeightLoader, prefix: str, config: Config, shape: b.Dims, order: i
         shards = config.int("split_ngram_parts", low=1, high=2**16, default=512)
         names = [f"{prefix}.shard_{shard}.weight" for shard in range(shards)]
     parts = tuple(w.table(name, width // heads) for name in names)
-    sizes = primes(low, heads * (number + 1))[-heads:]
-    if sum(map(len, parts)) < sum(sizes):
-        raise ModelError(f"{w.source.path}: {prefix} has {sum(map(len, parts))} rows; its heads need {sum(sizes)}")
+    rows, needed = sum(map(len, parts)), low * heads  # and more; primes from a large number on would take long
+    if needed <= rows:
+        sizes = primes(low, heads * (number + 1))[-heads:]
+        needed = sum(sizes)
+    if rows < needed:
+        raise ModelError(f"{w.source.path}: {prefix} has {rows} rows; its heads need {needed} or more")
     seed = config.int("seed", default=1234)
     factors = multipliers(shape.vocab, order, number, seed)
     return NgramTable(parts, factors, torch.tensor(sizes, device=w.device), end)
