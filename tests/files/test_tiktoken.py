@@ -107,6 +107,7 @@ def test_another_checkpoint_has_other_rules(tmp_path: Path) -> None:
         (["AA=="], {}, "rank 0"),
         (["AA== 0", "AA== 1"], {}, "twice"),
         (["?? 0"], {}, "base64"),
+        (["AA== 0", "AQ== 1"], {}, "no token for the byte 2"),
         (None, {"added_tokens_decoder": {"5": {"content": "[BOS]"}}}, "expected ids from"),
         (None, {"added_tokens_decoder": {str(10**9): {"content": "[BOS]"}}}, "expected ids from"),
         (None, {"added_tokens_decoder": {f"0{BASE}": {"content": "[BOS]"}}}, "expected ids from"),

@@ -51,7 +51,8 @@ def byte_characters() -> dict[int, str]:
 def byte_pieces(texts: Iterable[str], where: str) -> dict[str, int]:
     """The rank of each byte string, given in base64 in the order of ranks, under GPT-2's characters for its bytes.
 
-    Raises `ModelError` for a text that is not base64, and for a byte string that comes twice.
+    Raises `ModelError` for a text that is not base64, for a byte string that comes twice, and where one of the 256
+    bytes is missing: texts with it would lose it.
     """
     characters = byte_characters()
     pieces: dict[str, int] = {}
@@ -64,6 +65,8 @@ def byte_pieces(texts: Iterable[str], where: str) -> dict[str, int]:
             raise ModelError(f"{where} has a token {rank} of bytes that are not base64: {text[:80]!r}")
         if pieces.setdefault(data.decode("latin-1").translate(characters), rank) != rank:
             raise ModelError(f"{where} has the token {data[:40]!r} twice; it is damaged")
+    if missing := [byte for byte, character in characters.items() if character not in pieces]:
+        raise ModelError(f"{where} has no token for the byte {missing[0]}; it is damaged")
     return pieces
 
 
