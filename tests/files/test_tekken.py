@@ -189,3 +189,9 @@ def damaged(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
 def test_damaged_files_are_refused(change: Callable[[dict[str, Any]], Any], why: str, tmp_path: Path) -> None:
     with pytest.raises(lmstate.ModelError, match=why):
         tekken_files(written(tmp_path, damaged(change)))
+
+
+def test_a_pattern_that_is_none_is_not_blamed_on_another_format(tmp_path: Path) -> None:
+    told = damaged(lambda told: told["config"].update(pattern="((("))
+    with pytest.raises(lmstate.ModelError, match="made from the checkpoint is damaged"):
+        Tokenizer(tekken_files(written(tmp_path, told)))

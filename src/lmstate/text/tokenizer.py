@@ -324,7 +324,7 @@ def _build(source: Path | str) -> tokenizers.Tokenizer:
             raise ModelError(f"{source} has {source.stat().st_size} bytes; a tokenizer has at most {MOST_BYTES}")
         where = str(source)
     else:
-        where = "the tokenizer in the GGUF file"
+        where = "the tokenizer made from the checkpoint"
     try:
         if isinstance(source, Path):
             inner = tokenizers.Tokenizer.from_file(where)
