@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from lmstate.checkpoints.huggingface.tekken import tekken_files
+from lmstate.text.tokenizer import Tokenizer
+from tests.files.test_tekken import HEARD, NAMED, tekken, written
 from tests.serve.byte_tokenizer import END, START, save_tokenizer
 from tests.zoo import randomize
 
@@ -87,16 +90,65 @@ def qwen3_asr(tokenizer: Any) -> tuple[Any, Any]:
     return t.Qwen3ASRForConditionalGeneration(config), processor
 
 
+def voxtral(folder: Path) -> tuple[Any, Any]:
+    """Its folder has a tekken.json, as published ones do; and its processor needs mistral-common for conversations."""
+    import transformers as t
+
+    told = tekken("v7", [*NAMED, *HEARD])
+    told["audio"] = {
+        "sampling_rate": 16_000, "frame_rate": 12.5, "chunk_length_s": 2.0,
+        "audio_encoding_config": {"num_mel_bins": 16, "hop_length": 160, "window_size": 400},
+    }  # fmt: skip
+    names = {
+        "num_mel_bins": 16, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 96, "max_source_positions": 100,
+    }  # fmt: skip
+    text = t.LlamaConfig(**TEXT | {"vocab_size": Tokenizer(tekken_files(written(folder, told))).vocab_size})
+    config = t.VoxtralConfig(audio_config=t.VoxtralEncoderConfig(**names), text_config=text, audio_token_id=len(NAMED))
+    extractor = t.WhisperFeatureExtractor(feature_size=16, chunk_length=2)
+
+    class Processor:
+        """The features of transformers' processor, and as many places as its model makes of them."""
+
+        feature_extractor = extractor
+
+        def save_pretrained(self, folder: Path) -> None:
+            extractor.save_pretrained(folder)
+
+        def __call__(self, *, text: Any, audio: list[Any], sampling_rate: int, return_tensors: str) -> dict[str, Any]:
+            options = {**t.VoxtralProcessor.audio_kwargs, "pad_to_multiple_of": extractor.n_samples}
+            del options["max_source_positions"]
+            features = t.VoxtralProcessor._retrieve_input_features(self, audio, extractor.nb_max_frames, **options)
+            with torch.no_grad():
+                count = len(theirs.get_audio_features(features).pooler_output)
+            return {"input_ids": torch.full((1, count), config.audio_token_id), "input_features": features}
+
+    theirs = t.VoxtralForConditionalGeneration(config)
+    return theirs, Processor()
+
+
 HEARING: dict[str, Callable[[Any], tuple[Any, Any]]] = {
     "qwen2_audio": qwen2_audio,
     "audioflamingo3": audioflamingo3,
     "glmasr": glmasr,
     "qwen3_asr": qwen3_asr,
+    "voxtral": voxtral,
 }
 
 
 def saved(family: str, folder: Path) -> tuple[Any, Any]:
     """Save one; returns transformers' model and processor."""
+    torch.manual_seed(0)
+    theirs, processor = HEARING[family](folder if family == "voxtral" else _tokenizer(family, folder))
+    theirs = theirs.eval()
+    randomize(theirs)
+    theirs.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return theirs, processor
+
+
+def _tokenizer(family: str, folder: Path) -> Any:
+    """transformers' tokenizer of bytes, which is saved to a folder."""
     import transformers as t
 
     save_tokenizer(folder, [MARK], TEMPLATE)
@@ -106,10 +158,4 @@ def saved(family: str, folder: Path) -> tuple[Any, Any]:
         del words["additional_special_tokens"]
     inner = t.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **words)
     inner.chat_template = TEMPLATE
-    torch.manual_seed(0)
-    theirs, processor = HEARING[family](inner)
-    theirs = theirs.eval()
-    randomize(theirs)
-    theirs.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return theirs, processor
+    return inner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -12,9 +13,14 @@ import pytest
 import torch
 
 import lmstate
+from lmstate.audio.heard import SoundReader
+from lmstate.audio.listener import open_extractor
+from lmstate.checkpoints.huggingface.tekken import tekken_files
+from lmstate.text.tokenizer import Tokenizer
 from tests.audio.hearing import HEARING, MARK, saved
 from tests.audio.test_transcribe import noise
 from tests.audio.test_wav import wav
+from tests.files.test_tekken import tekken, written
 from tests.zoo import ours
 
 SOUNDS = [noise(0.6, 1), noise(0.95, 2), noise(33.3, 3)]  # the last one is of many windows
@@ -46,8 +52,9 @@ def test_logits_are_those_of_transformers(family: str, order: list[Any]) -> None
     heard = [SOUNDS[part] for part in order if isinstance(part, int)]
     made = [processor(text=[MARK], audio=[each.numpy()], sampling_rate=16_000, return_tensors="pt") for each in heard]
     names = {name for name in made[0] if name not in ("input_ids", "attention_mask")}
-    counts = [int((each["input_ids"] == 258).sum()) for each in made]
-    assert prompt.tokens.count(258) == sum(counts) and [span.media.count for span in prompt.media] == counts
+    place = theirs.config.audio_token_id
+    counts = [int((each["input_ids"] == place).sum()) for each in made]
+    assert prompt.tokens.count(place) == sum(counts) and [span.media.count for span in prompt.media] == counts
     ids = torch.tensor([prompt.tokens])
     with torch.no_grad():
         features = {name: torch.cat([one[name] for one in made]) for name in names}
@@ -78,6 +85,28 @@ def test_bits_do_not_depend_on_the_cut_or_on_neighbors(family: str) -> None:
     got = model([prompt.tokens[middle:], []], state)[0]
     assert torch.equal(got, expected[-1])
     assert state.snapshot(0).identities == whole.snapshot(0).identities
+
+
+@pytest.mark.parametrize("order", [[0, "What?"], ["One", 1, "two", "three", 2], [0, 1]])
+def test_ids_are_those_of_mistral_common(order: list[Any]) -> None:
+    pytest.importorskip("mistral_common", reason="pip install mistral-common")
+    pytest.importorskip("soundfile", reason="pip install mistral-common[audio]")
+    from mistral_common.protocol.instruct.chunk import AudioChunk, TextChunk
+    from mistral_common.protocol.instruct.messages import AssistantMessage, UserMessage
+    from mistral_common.protocol.instruct.request import ChatCompletionRequest
+    from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+
+    _, _, model = hearing("voxtral")
+    asked = said(*(SOUNDS[part] if isinstance(part, int) else part for part in order))
+    chunks = [
+        AudioChunk(input_audio=wav(SOUNDS[part], width=4)) if isinstance(part, int) else TextChunk(text=part)
+        for part in order
+    ]
+    theirs = MistralTokenizer.from_file(str(model.folder / "tekken.json"))
+    messages = [UserMessage(content=chunks), AssistantMessage(content="Rain."), UserMessage(content="And [AUDIO]?")]
+    expected = theirs.encode_chat_completion(ChatCompletionRequest(messages=messages)).tokens
+    later = [{"role": "assistant", "content": "Rain."}, {"role": "user", "content": "And [AUDIO]?"}]
+    assert model.encode([*asked, *later]).tokens == expected
 
 
 def test_an_engine_and_a_session_answer_to_sounds(tmp_path: Path) -> None:
@@ -117,3 +146,19 @@ def test_what_cannot_be_heard_is_refused() -> None:
         texts.chat_text([{"role": "user", "content": f"x{MARK}{MARK}"}])
     with pytest.raises(lmstate.UnsupportedError, match="folders"):
         ours("llama").encode(said(SOUNDS[0]))
+
+
+def test_a_tekken_file_without_sounds_takes_none(tmp_path: Path) -> None:
+    reader = hearing("voxtral")[2].pictures()
+    deaf = Tokenizer(tekken_files(written(tmp_path, tekken("v7"))))
+    with pytest.raises(lmstate.ModelError, match="0 places"):
+        SoundReader(reader.tower, reader.pixels, None, deaf).encode(said(SOUNDS[0]))
+
+
+def test_windows_that_the_tower_does_not_take_are_refused(tmp_path: Path) -> None:
+    _, processor, model = hearing("voxtral")
+    (tmp_path / "preprocessor_config.json").write_text(
+        json.dumps({**processor.feature_extractor.to_dict(), "chunk_length": 1})
+    )
+    with pytest.raises(lmstate.ModelError, match="does not take what its processor made"):
+        SoundReader(model.pictures().tower, open_extractor(tmp_path), None, model.tokenizer).encode(said(SOUNDS[0]))

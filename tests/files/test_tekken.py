@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ PATTERN = (
 )
 PIECES = ["  ", "he", "ll", "aa", " w", "or", "hell", "hello", "aaa", " wor", "ld", "é", " world", "日", "日本"]
 NAMED = [*SPECIAL, "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"]
+HEARD = ["[AUDIO]", "[BEGIN_AUDIO]", "[TRANSCRIBE]"]
 RESERVED = 30
 
 
-def tekken(version: str) -> dict[str, Any]:
+def tekken(version: str, named: Sequence[str] = NAMED) -> dict[str, Any]:
     vocab = [bytes([byte]) for byte in range(256)] + [piece.encode() for piece in PIECES] + [b"past the end"]
     told: dict[str, Any] = {
         "config": {
@@ -38,8 +39,8 @@ def tekken(version: str) -> dict[str, Any]:
             for rank, data in enumerate(vocab)
         ],
     }  # fmt: skip
-    if version not in ("v3", "v7"):
-        told["special_tokens"] = [{"rank": i, "token_str": name, "is_control": True} for i, name in enumerate(NAMED)]
+    if version not in ("v3", "v7") or named is not NAMED:
+        told["special_tokens"] = [{"rank": i, "token_str": name, "is_control": True} for i, name in enumerate(named)]
     return told
 
 

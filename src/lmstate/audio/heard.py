@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lmstate.audio.listener import open_extractor
 from lmstate.audio.wav import read_wav
 from lmstate.errors import ModelError, StateError
 from lmstate.text.tokenizer import Tokenizer
@@ -28,7 +29,9 @@ FAMILIES: dict[str, Callable[[Any], float]] = {
     "glmasr": lambda processor: processor.max_audio_len,
     "qwen2_audio": lambda processor: processor.feature_extractor.chunk_length,
     "qwen3_asr": lambda processor: MOST_SECONDS,
+    "voxtral": lambda processor: MOST_SECONDS,
 }
+WINDOWED = ("voxtral",)  # whose processor leaves sounds to mistral-common: windows of its feature extractor, all whole
 
 
 class _Overlaid(Exception):
@@ -76,16 +79,23 @@ class SoundTower(Tower):
             self.module(**inputs)
         except _Overlaid as end:
             return end.stream[0].float()
+        except (ValueError, RuntimeError) as error:
+            raise ModelError(f"the tower does not take what its processor made: {str(error)[:200]}") from error
         raise ModelError(f"transformers' {self.family} did not ask for its text model")
 
 
 class SoundReader(PictureReader):
-    """The tower, transformers' processor and the tokenizer of a checkpoint that hears in a conversation."""
+    """The tower, transformers' processor and the tokenizer of a checkpoint that hears in a conversation.
+
+    `pixels`: the feature extractor; `processor`: None for the families of `WINDOWED`.
+    """
 
     @staticmethod
     def open(path: Path, tokenizer: Tokenizer, device: Any = "cpu") -> SoundReader:
         """Raises what `SoundTower.open` does, and `ModelError` where transformers cannot read the processor's files."""
         tower = SoundTower.open(path, device)
+        if tower.family in WINDOWED:
+            return SoundReader(tower, open_extractor(path), None, tokenizer)
         from transformers import AutoProcessor
 
         try:
@@ -96,7 +106,7 @@ class SoundReader(PictureReader):
 
     @property
     def mark(self) -> str:
-        return str(self.processor.audio_token)
+        return super().mark if self.processor is None else str(self.processor.audio_token)
 
     def texts(self, pictures: Sequence[bytes]) -> PicturedTexts:
         """A tokenizer for conversations with these sounds: runs the tower. Raises `StateError` for bad ones."""
@@ -110,9 +120,7 @@ class SoundReader(PictureReader):
                 samples = read_wav(content, rate, min(left, longest))
                 left -= len(samples) / rate
                 try:
-                    made = self.processor(
-                        text=[self.mark], audio=[samples.numpy()], sampling_rate=rate, return_tensors="pt"
-                    )
+                    made = self._features(samples.numpy(), rate)
                 except (ValueError, TypeError, KeyError, RuntimeError) as error:
                     raise StateError(f"the model's processor does not take a sound: {str(error)[:200]}") from error
                 ids = made.pop("input_ids")
@@ -124,6 +132,18 @@ class SoundReader(PictureReader):
                 tiles.append(tile)
                 places.append(self.mark * ids.shape[1])
         return PicturedTexts(self, tiles, list(map(name_of, pictures)), places, perf_counter() - begin)
+
+    def _features(self, samples: Any, rate: int) -> Any:
+        """The features of a sound, float32 `[windows, bins, frames]`, with the `input_ids` of its places."""
+        if self.processor is not None:
+            return self.processor(text=[self.mark], audio=[samples], sampling_rate=rate, return_tensors="pt")
+        options = {"truncation": False, "padding": True, "pad_to_multiple_of": self.pixels.n_samples}
+        made = self.pixels(samples, sampling_rate=rate, return_tensors="pt", **options)["input_features"]
+        windows = made[0].unflatten(1, (-1, self.pixels.nb_max_frames)).transpose(0, 1).contiguous()
+        config = self.tower.config.audio_config
+        # As many frames of the encoder as fill a vector of its feed-forward layer make one position.
+        count = len(windows) * config.max_source_positions * config.hidden_size // config.intermediate_size
+        return {"input_ids": torch.full((1, count), self.tower.placeholder), "input_features": windows}
 
 
 def takes_sounds(path: Path) -> bool:

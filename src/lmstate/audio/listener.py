@@ -39,19 +39,7 @@ class Listener:
     @staticmethod
     def open(path: Path, tokenizer: Tokenizer | None, vocab_size: int) -> Listener:
         """Raises `UnsupportedError` without the extra `lmstate[audio]`, `ModelError` for files that cannot be read."""
-        try:
-            from transformers import WhisperFeatureExtractor
-        except ImportError as error:
-            raise UnsupportedError("sounds need transformers: pip install 'lmstate[audio]'") from error
-        try:
-            fields = json.loads((path / FILE).read_bytes())
-            extractor: Any = WhisperFeatureExtractor.from_dict(fields)
-            sizes = extractor.sampling_rate, extractor.chunk_length
-            if not (0 < sizes[0] <= MOST_RATE and 0 < sizes[1] <= MOST_SECONDS):
-                raise ValueError(f"it hears {sizes[1]} seconds at {sizes[0]} samples each")
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError) as error:
-            raise ModelError(f"transformers cannot read {path / FILE}: {str(error)[:200]}") from error
-        return Listener(extractor, path, tokenizer, vocab_size)
+        return Listener(open_extractor(path), path, tokenizer, vocab_size)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -114,3 +102,20 @@ def language_code(name: str) -> str:
 
     name = name.strip().lower()
     return str(TO_LANGUAGE_CODE.get(name, name))
+
+
+def open_extractor(path: Path) -> Any:
+    """transformers' feature extractor of a checkpoint folder, made for Whisper. Raises as `Listener.open`."""
+    try:
+        from transformers import WhisperFeatureExtractor
+    except ImportError as error:
+        raise UnsupportedError("sounds need transformers: pip install 'lmstate[audio]'") from error
+    try:
+        fields = json.loads((path / FILE).read_bytes())
+        extractor: Any = WhisperFeatureExtractor.from_dict(fields)
+        sizes = extractor.sampling_rate, extractor.chunk_length
+        if not (0 < sizes[0] <= MOST_RATE and 0 < sizes[1] <= MOST_SECONDS):
+            raise ValueError(f"it hears {sizes[1]} seconds at {sizes[0]} samples each")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError) as error:
+        raise ModelError(f"transformers cannot read {path / FILE}: {str(error)[:200]}") from error
+    return extractor

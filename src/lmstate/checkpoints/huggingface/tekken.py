@@ -7,6 +7,7 @@ template writes what mistral-common writes for the version of the file.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def tekken_files(path: Path) -> TokenizerFiles:
     settings: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     version = config.str("version", default="")
     if version in VERSIONS:
-        settings["chat_template"] = chat_template(version, "[THINK]" in special)
+        settings["chat_template"] = chat_template(version, special)
     return TokenizerFiles(json.dumps(made, ensure_ascii=False), settings)
 
 
@@ -84,26 +85,30 @@ def _texts(listed: Any, name: str, where: str, most: int) -> list[str]:
     return [item[name] for item in listed]
 
 
-def chat_template(version: str, thinks: bool) -> str:
-    """A template that writes conversations as mistral-common does (its `InstructTokenizer` of this version)."""
+def chat_template(version: str, special: Collection[str]) -> str:
+    """A template that writes conversations as mistral-common does (its `InstructTokenizer` of this version).
+
+    special: the tokens of the file, which tell whether there are thoughts and sounds.
+    """
     number = int(version[1:])
     return "".join([
-        MACROS,
+        MACROS.replace("SOUND", SOUND if "[BEGIN_AUDIO]" in special else ""),
         SYSTEM_IN_USER if number < 7 else SYSTEM,
         TOOLS.replace("PLACE", "first" if number >= 13 else "last"),
         RESULT_OBJECT if number < 7 else RESULT if number < 13 else RESULT_ALONE,
         CALL_LIST if number < 11 else CALLS.replace("CALL_ID", "[CALL_ID]{{ call.id }}" if number < 13 else ""),
-        THOUGHT if number >= 13 and thinks else "",
+        THOUGHT if number >= 13 and "[THINK]" in special else "",
         CONVERSATION,
     ])  # fmt: skip
 
 
+SOUND = """{% elif part.type == "audio" %}[BEGIN_AUDIO][AUDIO]"""
 # The parts of templates: macros, and the loop that calls them.
 MACROS = """
 {%- macro text(content) %}{% if content is string %}{{ content }}{% else %}
 {%- for part in content or [] %}{% if part.type == "text" %}
 {%- if loop.previtem is defined and loop.previtem.type == "text" %}{{ "\\n\\n" }}{% endif %}{{ part.text }}
-{%- elif part.type == "image" %}[IMG]{% endif %}{% endfor %}{% endif %}{% endmacro %}
+{%- elif part.type == "image" %}[IMG]SOUND{% endif %}{% endfor %}{% endif %}{% endmacro %}
 {%- set users = namespace(first=-1, last=-1, system=[]) %}
 {%- for m in messages %}{% if m.role == "user" %}{% set users.last = loop.index0 %}
 {%- if users.first < 0 %}{% set users.first = loop.index0 %}{% endif %}
