@@ -28,6 +28,10 @@ ENCODER = {
     "num_mel_bins": 16, "d_model": 24, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 40,
     "max_source_positions": 50,
 }  # fmt: skip
+FLAMINGO = {
+    "num_mel_bins": 16, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40,
+    "max_source_positions": 50,
+}  # fmt: skip
 MEL = {"feature_size": 16, "chunk_length": 1}
 
 
@@ -46,17 +50,27 @@ def qwen2_audio(tokenizer: Any) -> tuple[Any, Any]:
 def audioflamingo3(tokenizer: Any) -> tuple[Any, Any]:
     import transformers as t
 
-    names = {
-        "num_mel_bins": 16, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "intermediate_size": 40, "max_source_positions": 50,
-    }  # fmt: skip
     config = t.AudioFlamingo3Config(
-        audio_config=t.AudioFlamingo3EncoderConfig(**names), text_config=t.Qwen2Config(**TEXT), audio_token_id=258
+        audio_config=t.AudioFlamingo3EncoderConfig(**FLAMINGO), text_config=t.Qwen2Config(**TEXT), audio_token_id=258
     )
     processor = t.AudioFlamingo3Processor(
         t.WhisperFeatureExtractor(**MEL), tokenizer, chat_template=TEMPLATE, audio_token=MARK
     )
     return t.AudioFlamingo3ForConditionalGeneration(config), processor
+
+
+def musicflamingo(tokenizer: Any) -> tuple[Any, Any]:
+    import transformers as t
+
+    config = t.MusicFlamingoConfig(
+        audio_config=t.AudioFlamingo3EncoderConfig(**FLAMINGO), text_config=t.Qwen2Config(**TEXT), audio_token_id=258,
+        audio_bos_token_id=256, audio_eos_token_id=257,
+    )  # fmt: skip
+    processor = t.MusicFlamingoProcessor(
+        t.WhisperFeatureExtractor(**MEL), tokenizer, chat_template=TEMPLATE, audio_token=MARK, audio_bos_token=START,
+        audio_eos_token=END,
+    )  # fmt: skip
+    return t.MusicFlamingoForConditionalGeneration(config), processor
 
 
 def glmasr(tokenizer: Any) -> tuple[Any, Any]:
@@ -130,6 +144,7 @@ def voxtral(folder: Path) -> tuple[Any, Any]:
 HEARING: dict[str, Callable[[Any], tuple[Any, Any]]] = {
     "qwen2_audio": qwen2_audio,
     "audioflamingo3": audioflamingo3,
+    "musicflamingo": musicflamingo,
     "glmasr": glmasr,
     "qwen3_asr": qwen3_asr,
     "voxtral": voxtral,

@@ -56,6 +56,10 @@ def test_logits_are_those_of_transformers(family: str, order: list[Any]) -> None
     counts = [int((each["input_ids"] == place).sum()) for each in made]
     assert prompt.tokens.count(place) == sum(counts) and [span.media.count for span in prompt.media] == counts
     ids = torch.tensor([prompt.tokens])
+    for each in made:
+        wanted = each["input_ids"][0].tolist()
+        starts = range(len(prompt.tokens) - len(wanted) + 1)
+        assert any(prompt.tokens[at : at + len(wanted)] == wanted for at in starts), "with what stands around it"
     with torch.no_grad():
         features = {name: torch.cat([one[name] for one in made]) for name in names}
         expected = theirs(input_ids=ids, attention_mask=torch.ones_like(ids), **features).logits

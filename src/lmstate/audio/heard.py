@@ -27,11 +27,13 @@ MOST_SECONDS = 600  # of all of them together
 FAMILIES: dict[str, Callable[[Any], float]] = {
     "audioflamingo3": lambda processor: processor.max_audio_len,
     "glmasr": lambda processor: processor.max_audio_len,
+    "musicflamingo": lambda processor: processor.max_audio_len,
     "qwen2_audio": lambda processor: processor.feature_extractor.chunk_length,
     "qwen3_asr": lambda processor: MOST_SECONDS,
     "voxtral": lambda processor: MOST_SECONDS,
 }
 WINDOWED = ("voxtral",)  # whose processor leaves sounds to mistral-common: windows of its feature extractor, all whole
+BOUNDED = ("musicflamingo",)  # whose processor, and not the template, writes where a sound begins and ends
 
 
 class _Overlaid(Exception):
@@ -130,8 +132,14 @@ class SoundReader(PictureReader):
                 if len(self.tower.embed(tile)) != ids.shape[1]:
                     raise ModelError(f"transformers' {self.tower.family} made other positions than its processor said")
                 tiles.append(tile)
-                places.append(self.mark * ids.shape[1])
+                places.append(self._places(ids.shape[1]))
         return PicturedTexts(self, tiles, list(map(name_of, pictures)), places, perf_counter() - begin)
+
+    def _places(self, count: int) -> str:
+        """The text of a sound that takes `count` positions."""
+        if self.tower.family in BOUNDED:
+            return f"{self.processor.audio_bos_token}{self.mark * count}{self.processor.audio_eos_token}"
+        return self.mark * count
 
     def _features(self, samples: Any, rate: int) -> Any:
         """The features of a sound, float32 `[windows, bins, frames]`, with the `input_ids` of its places."""
