@@ -54,4 +54,4 @@ class RankBlocks(CapturedBlocks):
         assert isinstance(before, RankBlocks)
         with self.ranks.turn():
             super().follow(before)
-            self.ranks.tell("follow", self.told(), before.told())
+            self.ranks.tell("follow_piece", self.told(), before.told())

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lmstate.distributed.block_numbers import HeldBlocks
+from lmstate.distributed.calls import CALLS, Arguments
 from lmstate.distributed.channel import RankChannel
 from lmstate.distributed.group import SocketGroup
 from lmstate.distributed.identity import identity
@@ -31,6 +31,14 @@ from lmstate.state.kv.policies.storage import Quantized
 from lmstate.state.step import integers
 from lmstate.state.tree import PendingTree, TreePath
 
+COMMANDS: dict[str, Callable[..., None]] = {}
+"""The methods of `Follower` that rank 0 tells it to run, by their names."""
+
+
+def command(method: Callable[..., None]) -> Callable[..., None]:
+    COMMANDS[method.__name__] = method
+    return method
+
 
 class Follower:
     """The model of one rank and its states, by the numbers that rank 0 gave them."""
@@ -39,30 +47,15 @@ class Follower:
         self.group, self.model, self.cuts = group, model, cuts
         self.states: dict[int, State] = {}
         self.blocks = HeldBlocks()
-        self.verbs: dict[str, Callable[..., None]] = {
-            "new": self.new,
-            "free": self.free,
-            "copy": self.copy,
-            "call": self.call,
-            "tree": self.tree,
-            "run": self.run,
-            "head": self.head,
-            "snapshot": self.snapshot,
-            "restore": self.restore,
-            "add": self.add,
-            "in_blocks": self.in_blocks,
-            "read": self.read,
-            "follow": self.follow_piece,
-            "let_go": self.blocks.let_go,
-        }
 
     def follow(self, channel: RankChannel) -> None:
         """Do what is told until the channel closes."""
         with torch.no_grad():
             while (message := _heard(channel)) is not None:
                 verb, *arguments = message
-                self.verbs[verb](*arguments)
+                COMMANDS[verb](self, *arguments)
 
+    @command
     def new(
         self, number: int, rows: int, dtype: str, bits: int | None, capacity: int | None, rewind: int, chunk: int
     ) -> None:
@@ -72,31 +65,20 @@ class Follower:
         )  # fmt: skip
         self.states[number] = self.model._new_state(layout, None if bits is None else Quantized(bits))
 
+    @command
     def free(self, number: int) -> None:
         del self.states[number]
 
+    @command
     def copy(self, number: int, twin: int) -> None:
         self.states[twin] = copy.deepcopy(self.states[number])
 
-    def call(self, number: int, verb: str, arguments: list[Any]) -> None:
-        state = self.states[number]
-        match verb:
-            case "backlog":
-                state.backlog(arguments[0], logits=arguments[1])
-            case "plan":
-                state.plan(arguments[0], speculative=arguments[1], rewindable=arguments[2])
-            case "record_logits":
-                dimensions, kept, ids = arguments
-                state.record_logits(*_unknown(state, dimensions, kept), ids)
-            case "commit_backlog":
-                state.commit_backlog(torch.zeros(state.rows, 0) if arguments[0] else None)
-            case "plan_backlog" | "commit" | "commit_path" | "discard" | "queue" | "expect" | "rewind" | "mark":
-                getattr(state, verb)(*arguments)
-            case "select" | "remove" | "drop":
-                getattr(state, verb)(*arguments)
-            case _:
-                raise ValueError(f"unknown call {verb!r}")
+    @command
+    def call(self, number: int, method: str, arguments: Arguments) -> None:
+        call, state = CALLS[method], self.states[number]
+        call.method(state, **call.heard(state, arguments))
 
+    @command
     def tree(
         self, number: int, grown: int, counts: list[int], parents: list[list[int]], branches: list[list[Any]]
     ) -> None:
@@ -104,6 +86,7 @@ class Follower:
         tree = PendingTree(tuple(counts), tuple(map(tuple, parents)), paths, self.states[grown])
         self.states[number].record_tree(tree)
 
+    @command
     @ordinary_tensors
     def run(self, number: int, offset: int, keep: list[int] | None) -> None:
         """Run the part of the planned step that begins at an offset."""
@@ -113,35 +96,46 @@ class Follower:
         tokens = integers([row + [0] * (part.width - len(row)) for row in rows])
         self.model._run(tokens, part, state, keep)
 
+    @command
     @ordinary_tensors
     def head(self, shape: list[int]) -> None:
         hidden = torch.empty(shape)
         self.group.broadcast(hidden)
         self.model._head(hidden)
 
+    @command
     def snapshot(self, number: int, row: int, numbers: list[int]) -> None:
         layers = self.states[number].snapshot(row).layers
         self.blocks.hold(numbers, [piece for layer in layers for piece in pieces_of(layer)])
         for layer, cut in zip(layers, self.cuts, strict=True):
             gathered(self.group, layer, cut, lambda blocks: blocks)
 
+    @command
     def restore(self, number: int, row: int, header: list[Any]) -> None:
         self.states[number].restore(row, self._received(header))
 
+    @command
     def add(self, number: int, row: int, header: list[Any] | None) -> None:
         found = self.states[number].add(None if header is None else self._received(header))
         assert found == row, f"row {found} was added where rank 0 added {row}"
 
+    @command
     def in_blocks(self, number: int, place: int, start: int, told: dict[str, Any], numbers: list[int]) -> None:
         layer, slots = list(slot_states(self.states[number]))[place]
         read = received(self.group, told, self.cuts[layer], self.blocks)
         self.blocks.hold(numbers, list(pieces_of(slots.in_blocks(start, read))))
 
+    @command
     def read(self, told: list[Any], name: str, widths: list[int]) -> None:
         self.group.gather(self.blocks.piece(told)[name], widths, dim=0)
 
+    @command
     def follow_piece(self, told: list[Any], before: list[Any]) -> None:
         self.blocks.piece(told).follow(self.blocks.piece(before))
+
+    @command
+    def let_go(self, numbers: list[int]) -> None:
+        self.blocks.let_go(numbers)
 
     def _received(self, header: list[Any]) -> Snapshot:
         """The part of this rank of a snapshot that rank 0 sends. Its logits are zeros: rank 0 alone has those."""
@@ -149,15 +143,6 @@ class Follower:
         layers = [received(self.group, of, cut, self.blocks) for of, cut in zip(told, self.cuts, strict=True)]
         logits = torch.zeros(self.model.config.vocab_size) if known else None
         return Snapshot(tuple(tokens), cached, frequency_key, logits, tuple(layers), self.model.fingerprint)
-
-
-def _unknown(state: State, dimensions: int | None, kept: list[int] | None) -> tuple[Tensor | None, list[int] | None]:
-    """Logits without numbers, of a shape that tells which tokens have some: rank 0 alone computes them."""
-    if dimensions is None:
-        return None, kept
-    step = state.planned.step
-    width = step.width if kept is None else max(kept)
-    return torch.zeros(step.rows, *[width] * (dimensions - 2), 0), kept
 
 
 def _heard(channel: RankChannel) -> list[Any] | None:

@@ -7,20 +7,21 @@ where that is refused, the others never hear of it. Tensors move in forwards and
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
+from inspect import signature
 from typing import Any, NoReturn, Self
 
 from torch import Tensor
 
 from lmstate.distributed.blocks import RankBlocks
+from lmstate.distributed.calls import CALLS, MirroredCall, listed
 from lmstate.distributed.cuts import LayerCut
 from lmstate.distributed.ranks import Ranks
 from lmstate.distributed.snapshots import Captured, gathered, in_hand, part_of, send, slot_states, told
 from lmstate.errors import UnsupportedError
-from lmstate.state import Snapshot, State, Step
+from lmstate.state import Snapshot, State
 from lmstate.state.blocks import CapturedBlocks, pieces_of
 from lmstate.state.layers.slots import SlotState
 from lmstate.state.media import Media
@@ -43,41 +44,9 @@ class Link:
 
 
 class MirroredState(State):
-    """The state of rank 0. Made by `new_state` of a model over several ranks."""
+    """The state of rank 0. Made by `new_state` of a model over several ranks. It has the methods of `CALLS` besides."""
 
     link: Link
-
-    @contextmanager
-    def _mirrored(self, verb: str, *arguments: Any) -> Iterator[None]:
-        """Do inside what a method of `State` does, and have the others call it too, unless it was refused."""
-        with self.link.ranks.turn() as outermost:
-            yield
-            if outermost:
-                self.link.ranks.tell("call", self.link.number, verb, arguments)
-
-    # ---- a step
-
-    def backlog(self, counts: Sequence[int], *, logits: bool) -> list[list[int]]:
-        with self._mirrored("backlog", counts, logits):
-            return super().backlog(counts, logits=logits)
-
-    def plan_backlog(self, ids: list[list[int]], counts: Sequence[int]) -> Step:
-        with self._mirrored("plan_backlog", ids, counts):
-            return super().plan_backlog(ids, counts)
-
-    def commit_backlog(self, last: Tensor | None) -> None:
-        with self._mirrored("commit_backlog", last is not None):
-            super().commit_backlog(last)
-
-    def plan(self, ids: Sequence[Sequence[int]], *, speculative: bool = False, rewindable: Sequence[bool] = ()) -> Step:
-        with self._mirrored("plan", ids, speculative, rewindable):
-            return super().plan(ids, speculative=speculative, rewindable=rewindable)
-
-    def record_logits(
-        self, logits: Tensor | None, kept: Sequence[int] | None = None, ids: list[list[int]] | None = None
-    ) -> None:
-        with self._mirrored("record_logits", None if logits is None else logits.ndim, kept, ids):
-            super().record_logits(logits, kept, ids)
 
     def record_tree(self, tree: PendingTree[State]) -> None:
         assert isinstance(tree.state, MirroredState)
@@ -87,55 +56,6 @@ class MirroredState(State):
             self.link.ranks.tell(
                 "tree", self.link.number, tree.state.link.number, tree.counts, tree.parents, branches
             )  # fmt: skip
-
-    # ---- the verdict, and moving about
-
-    def commit(self, counts: int | Sequence[int] | None = None) -> None:
-        counts = _listed(counts)
-        with self._mirrored("commit", counts):
-            super().commit(counts)
-
-    def commit_path(self, paths: Sequence[Sequence[int]]) -> None:
-        paths = [list(path) for path in paths]
-        with self._mirrored("commit_path", paths):
-            super().commit_path(paths)
-
-    def discard(self) -> None:
-        if self.link.ranks.failure is not None:
-            super().discard()
-            return
-        with self._mirrored("discard"):
-            super().discard()
-
-    def queue(self, row: int, ids: Sequence[int]) -> None:
-        ids = _listed(ids)
-        with self._mirrored("queue", row, ids):
-            super().queue(row, ids)
-
-    def expect(self, row: int, length: int) -> None:
-        with self._mirrored("expect", row, length):
-            super().expect(row, length)
-
-    def rewind(self, row: int, to: int) -> None:
-        with self._mirrored("rewind", row, to):
-            super().rewind(row, to)
-
-    def mark(self, row: int) -> None:
-        with self._mirrored("mark", row):
-            super().mark(row)
-
-    def select(self, rows: Sequence[int | None]) -> None:
-        rows = _listed(rows)
-        with self._mirrored("select", rows):
-            super().select(rows)
-
-    def remove(self, row: int) -> None:
-        with self._mirrored("remove", row):
-            super().remove(row)
-
-    def drop(self, row: int, start: int, stop: int) -> None:
-        with self._mirrored("drop", row, start, stop):
-            super().drop(row, start, stop)
 
     def place(self, row: int, at: int, media: Media) -> None:
         raise UnsupportedError("a model over several processes reads no pictures: load it without parallel")
@@ -231,7 +151,27 @@ class MirroredState(State):
         raise UnsupportedError("a state over several processes takes no device steps")
 
 
-def _listed(value: Any) -> Any:
-    """Numbers as a list, which can be read twice; one number or None as it is."""
-    single = not isinstance(value, Iterable) or (isinstance(value, Tensor) and value.ndim == 0)
-    return value if single else list(value)
+def _mirrored(call: MirroredCall) -> Callable[..., Any]:
+    """The method as rank 0 has it: the others make the call too."""
+    parameters = signature(call.method)
+
+    @wraps(call.method)
+    def method(self: MirroredState, *given: Any, **named: Any) -> Any:
+        bound = parameters.bind(self, *given, **named)
+        bound.apply_defaults()
+        _, *values = bound.arguments.items()
+        arguments = {name: listed(value) for name, value in values}
+        ranks = self.link.ranks
+        if call.unless_lost and ranks.failure is not None:
+            return call.method(self, **arguments)
+        with ranks.turn() as outermost:
+            result = call.method(self, **arguments)
+            if outermost:
+                ranks.tell("call", self.link.number, call.method.__name__, call.told(arguments))
+            return result
+
+    return method
+
+
+for _name, _call in CALLS.items():
+    setattr(MirroredState, _name, _mirrored(_call))
