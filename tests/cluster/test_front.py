@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import accumulate, chain, combinations, pairwise
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -16,6 +17,7 @@ from lmstate.cluster.moving import MOST_LOST, MovingRequest
 from lmstate.engine import Drained, Engine, EngineClosed, EngineError, QueueFull, Request
 from lmstate.engine.delivery import Delivery
 from lmstate.engine.results import Piece
+from lmstate.generation.logprobs import TokenLogprob
 from lmstate.vision.reader import PicturePrompt
 from tests.engine.test_batching import paused, prompt
 from tests.zoo import ours
@@ -240,30 +242,78 @@ def test_replicas_of_another_namespace_are_refused() -> None:
             Front([], one.model)
 
 
+def heard_request() -> tuple[MovingRequest, list[Listener]]:
+    """A request, and the listeners of the replicas that it was sent to."""
+    heard: list[Listener] = []
+
+    def send(work: Work, answered: list[list[int]], listener: Listener, tried: list[str]) -> Request:
+        heard.append(listener)
+        return Request([1], lambda: None, Delivery())
+
+    request = MovingRequest(
+        Work(PicturePrompt([1]), lmstate.SamplingParams()),
+        [1],
+        send,
+        lambda function, seconds: function(),
+        lambda: None,  # type: ignore[arg-type, return-value]
+    )
+    request.start()
+    return request, heard
+
+
 def test_pieces_that_do_not_follow_are_refused() -> None:
-    """A replica that goes on with other tokens, or leaves some out, ends the request."""
-    for piece in (Piece("x", 0, [3, 4], start=1), Piece("x", 0, [4], start=0), Piece("x", 0, [9], start=3)):
-        heard: list[Listener] = []
-
-        def send(
-            work: Work, answered: list[list[int]], listener: Listener, tried: list[str], to: list[Listener] = heard
-        ) -> Request:
-            to.append(listener)
-            return Request([1], lambda: None, Delivery())
-
-        request = MovingRequest(
-            Work(PicturePrompt([1]), lmstate.SamplingParams()),
-            [1],
-            send,
-            lambda function, seconds: function(),
-            lambda: None,  # type: ignore[arg-type, return-value]
-        )
-        request.start()
+    """A replica that goes on with other tokens or another text, or leaves some out, ends the request."""
+    wrong = {
+        "within a piece": [Piece("x", 0, [3, 4], start=1)],
+        "another token": [Piece("x", 0, [4], start=0)],
+        "tokens left out": [Piece("x", 0, [9], start=3)],
+        "another text": [Piece("axc", 0, [1, 2, 3], start=0)],
+        "another token later": [Piece("a", 0, [1], start=0), Piece("b", 0, [4, 3], start=1)],
+        "tokens left out later": [Piece("a", 0, [1], start=0), Piece("c", 0, [3], start=2)],
+        "from the beginning again": [Piece("ab", 0, [1, 2], start=0), Piece("abc", 0, [1, 2, 3], start=0)],
+    }
+    for case, pieces in wrong.items():
+        request, heard = heard_request()
         heard[0](Told([Piece("ab", 0, [1, 2])], 1, 0))
         heard[0](Told([], 1, 0, Drained([[1, 2]], 0)))
         assert request.moves == 1
         heard[0](Told([Piece("c", 0, [3], start=2)], 1, 0))  # of the first one, too late
-        heard[1](Told([piece], 1, 0))
-        with pytest.raises(EngineError, match="other tokens"):
+        heard[1](Told(pieces, 1, 0))
+        with pytest.raises(EngineError, match="the replica"):
             request.result(1)
-        assert request.generated == 2
+        assert request.generated == 2, case
+
+
+TEXTS = ["", "a", "a", "a", "abcd", "abcdef"]  # with the first tokens: three have one character, one has three
+ANSWER = list(range(1, len(TEXTS)))
+LOGPROBS = [TokenLogprob(token, -float(token)) for token in ANSWER]
+
+
+def cuts(start: int, stop: int) -> Iterator[list[Piece]]:
+    """The tokens of the answer from `start` on, before `stop`, in every division into pieces."""
+    inner = range(start + 1, stop)
+    for edges in chain.from_iterable(combinations(inner, count) for count in range(len(inner) + 1)):
+        yield [
+            Piece(TEXTS[to][len(TEXTS[at]) :], 0, ANSWER[at:to], LOGPROBS[at:to], start=at)
+            for at, to in pairwise([start, *edges, stop])
+            if at < to
+        ]
+
+
+def test_an_answer_goes_on_exactly_however_it_is_cut() -> None:
+    """Every division of what was told, and of what the next replica tells from any of its edges on."""
+    for stop in range(len(TEXTS)):
+        for told in cuts(0, stop):
+            for start in {0, *(piece.start for piece in told), stop}:
+                for again in cuts(start, len(ANSWER)):
+                    request, heard = heard_request()
+                    heard[0](Told(told, 1, 0))
+                    heard[0](Told([], 1, 0, Drained([ANSWER[:stop]], 0)))
+                    heard[1](Told(again, 1, 0))
+                    heard[1](Told([Piece("!", 0, [], None, "length", start=len(ANSWER))], 1, 0))
+                    pieces = request._pieces
+                    assert [piece.start for piece in pieces] == [0, *accumulate(len(p.tokens) for p in pieces)][:-1]
+                    assert [token for piece in pieces for token in piece.tokens] == ANSWER
+                    assert [one for piece in pieces for one in piece.logprobs or []] == LOGPROBS
+                    assert "".join(pieces) == TEXTS[-1] + "!" and pieces[-1].finished == "length"
+                    assert all(piece.tokens or piece.text for piece in pieces)

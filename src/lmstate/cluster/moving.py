@@ -76,6 +76,8 @@ class MovingRequest(Request):
         self._answered: list[list[int]] = [[] for _ in range(work.params.n)]
         self._texts = [""] * work.params.n
         self._ended = [False] * work.params.n
+        # Tokens and characters of each answer that the replica which is heard told of; None before it tells of any.
+        self._places: list[tuple[int, int] | None] = [None] * work.params.n
         self._homeless: float | None = None  # since when no replica takes it
         self._asked_again = False  # a session's turn, whether it may be there already
         self._drained = False
@@ -214,6 +216,7 @@ class MovingRequest(Request):
         """Send it to another replica."""
         self._attempt += 1
         self._errand, self._came, self._heard, self._told_read = None, False, 0, None
+        self._places = [None] * self._work.params.n
         self._later(self._move, 0.0)
 
     def _move(self) -> None:
@@ -252,20 +255,43 @@ class MovingRequest(Request):
         self.finish(outcome, Delivery())
 
     def _add(self, piece: Piece) -> None:
-        """Tell of what is new in a piece. Raises ReplicaLost for one that does not follow what was told."""
-        index, had = piece.index, self._answered[piece.index]
+        """Tell of what is new in a piece. Raises ReplicaLost for one that does not follow what was told.
+
+        A replica that had the turn already tells of it from an earlier token on, and cuts it as it likes.
+        """
+        index, start = piece.index, piece.start
+        had, text = self._answered[index], self._texts[index]
         if self._ended[index]:  # an answer that had ended is ended again
             return
-        again = len(had) - piece.start
-        if piece.tokens and piece.tokens == had[piece.start :][: len(piece.tokens)] and piece.finished is None:
-            return  # a replica that was taken for lost tells of the turn from its beginning
-        if again:  # the answer to a turn that was stored before its sender heard of it: all of it at once
-            text = self._texts[index]
-            if again < 0 or piece.start or piece.tokens[: len(had)] != had or not piece.text.startswith(text):
-                raise ReplicaLost("the replica sent other tokens than those that follow what was answered")
-            tokens, logprobs = piece.tokens[again:], piece.logprobs and piece.logprobs[again:]
-            piece = Piece(piece.text[len(text) :], index, tokens, logprobs, piece.finished, piece.certain, len(had))
+        if (place := self._places[index]) is None:
+            place = start, self._text_before(index, start)
+        repeated, known = len(had) - start, len(text) - place[1]
+        follows = place[0] == start and repeated >= 0
+        if (
+            not follows
+            or piece.tokens[:repeated] != had[start : start + len(piece.tokens)]
+            or piece.text[:known] != text[place[1] : place[1] + len(piece.text)]
+        ):
+            raise ReplicaLost("the replica sent other tokens than those that follow what was answered")
+        self._places[index] = start + len(piece.tokens), place[1] + len(piece.text)
+        if repeated or known:
+            tokens, logprobs = piece.tokens[repeated:], piece.logprobs and piece.logprobs[repeated:]
+            piece = Piece(piece.text[known:], index, tokens, logprobs, piece.finished, piece.certain, len(had))
+            if not (tokens or piece.text or piece.finished):
+                return
         had.extend(piece.tokens)
         self._texts[index] += piece.text
         self._ended[index] = piece.finished is not None
         self.push(piece)
+
+    def _text_before(self, index: int, start: int) -> int:
+        """Characters of an answer's text that were told with its first `start` tokens. Raises ReplicaLost where they
+        end within a piece."""
+        tokens = characters = 0
+        for piece in self._pieces:
+            if piece.index == index and tokens + len(piece.tokens) <= start:
+                tokens += len(piece.tokens)
+                characters += len(piece.text)
+        if tokens != start:
+            raise ReplicaLost(f"the replica goes on after {start} tokens, and {tokens} were told")
+        return characters
