@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import lmstate
 from lmstate.cli.app import app
+from tests.audio import hearing
 from tests.audio.small import saved
 from tests.audio.test_transcribe import noise
 from tests.audio.test_wav import wav
@@ -48,3 +49,13 @@ def test_options_that_a_sound_does_not_take_are_refused(asked: list[str], tmp_pa
     assert result.exit_code == 1 and "no WAV" in result.stderr
     result = runner.invoke(app, [*asked[:4], "--language", "de", "x"])
     assert result.exit_code == 2 and "about a --source" in " ".join(result.stderr.split())
+
+
+def test_a_model_that_hears_in_conversations_transcribes(tmp_path: Path) -> None:
+    hearing.saved("qwen3_asr", tmp_path)
+    (tmp_path / "speech.wav").write_bytes(data := wav(noise(0.6)))
+    asked = ["generate", str(tmp_path), "--weights", "float32", "--source", str(tmp_path / "speech.wav"), "--json"]
+    result = CliRunner().invoke(app, [*asked, "--language", "german", "Oslo"])
+    assert result.exit_code == 0, result.stderr
+    expected = lmstate.load(tmp_path, weights="float32").transcribe(data, language="de", prompt="Oslo")
+    assert json.loads(result.stdout) == json.loads(json.dumps(asdict(expected)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,31 @@ def test_models_of_text_alone_say_so(tmp_path: Path) -> None:
         refused = client.post("/v1/chat/completions", json=body)
         assert refused.status_code == 400 and "sounds" in refused.json()["error"]["message"]
         assert client.get("/props").json()["modalities"]["audio"] is False
+
+
+@pytest.mark.parametrize("front", [False, True])
+def test_transcripts_of_a_model_that_hears_in_conversations(tmp_path: Path, front: bool) -> None:
+    saved("voxtral", tmp_path)
+    model = lmstate.load(tmp_path, weights="float32")
+    sound = wav(SOUNDS[0], width=4)
+    expected, settings = model.transcribe(sound, language="en"), Settings("tiny", port=0)
+    assert expected.text
+    with ExitStack() as stack:
+        engine: Any = stack.enter_context(Engine(model))
+        if front:
+            engine = stack.enter_context(fleet(engine, files=FrontFiles(model.tokenizer, tmp_path)))[0].front
+        server = stack.enter_context(running(engine, settings))
+        client = stack.enter_context(
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, _strict_response_validation=True)
+        )
+        asked: Any = {"model": "tiny", "file": ("speech.wav", sound), "language": "en"}
+        made = client.audio.transcriptions.create(**asked)
+        assert made.text == expected.text and made.usage is not None and made.usage.type == "duration"
+        assert client.audio.transcriptions.create(**asked, response_format="text") == expected.text + "\n"
+        told = list(client.audio.transcriptions.create(**asked, stream=True))
+        assert "".join(event.delta for event in told[:-1]) == told[-1].text == expected.text and len(told) > 2
+        for wish in ({"response_format": "verbose_json"}, {"prompt": "x"}, {"language": "lang"}):
+            with pytest.raises(openai.BadRequestError, match=r"times|prompt|letters"):
+                client.audio.transcriptions.create(**{**asked, **wish})
+        with pytest.raises(openai.BadRequestError, match="translation"):
+            client.audio.translations.create(model="tiny", file=("speech.wav", sound))

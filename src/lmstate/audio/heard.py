@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from lmstate.audio.listener import open_extractor
+from lmstate.audio.transcript_prompts import ASKED, SOUND, TranscriptRequest
 from lmstate.audio.wav import read_wav
-from lmstate.errors import ModelError, StateError
+from lmstate.errors import ModelError, StateError, UnsupportedError
 from lmstate.text.tokenizer import Tokenizer
 from lmstate.vision.families import Tile
-from lmstate.vision.reader import PicturedTexts, PictureReader, name_of
+from lmstate.vision.reader import PicturedTexts, PicturePrompt, PictureReader, name_of, picture_part
 from lmstate.vision.tower import Tower, family_of, load_tower
 
 MOST_SOUNDS = 16  # of a conversation
@@ -134,6 +135,30 @@ class SoundReader(PictureReader):
                 tiles.append(tile)
                 places.append(self._places(ids.shape[1]))
         return PicturedTexts(self, tiles, list(map(name_of, pictures)), places, perf_counter() - begin)
+
+    def transcript_prompt(
+        self, sound: bytes, language: str | None, prompt: str | None
+    ) -> tuple[PicturePrompt, TranscriptRequest]:
+        """The question for the transcript of a sound. language, prompt: as of `TranscriptOptions`.
+
+        Raises as `texts`, `UnsupportedError` for a family that writes none, and for wishes that it has no words for.
+        """
+        if (ask := ASKED.get(self.tower.family)) is None:
+            raise UnsupportedError(
+                f"a transcript was asked for, and {self.tower.family} models hear in conversations alone: ask one in a "
+                f"chat; transcripts are written by {', '.join(sorted(ASKED))} and Whisper models"
+            )
+        request = ask(self.processor, language, prompt)
+        if request.token and self.tokenizer.id_of(request.token) is None:
+            raise ModelError(f"the tokenizer has no token {request.token}, which transcripts are asked for with")
+        texts, control = self.texts([sound]), self.tokenizer.control_tokens()
+        place = picture_part(name_of(sound), "audio")
+        messages = [
+            {**message, "content": [place if part is SOUND else part for part in message["content"]]}
+            for message in request.messages
+        ]
+        text = texts.chat_text(control.hide(messages)) + request.opening + request.token
+        return texts.prompt(texts.encode_rendered(text, control)), request
 
     def _places(self, count: int) -> str:
         """The text of a sound that takes `count` positions."""

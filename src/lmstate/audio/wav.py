@@ -63,6 +63,12 @@ def read_wav(data: bytes, rate: int, most_seconds: float = MOST_SECONDS) -> Tens
     return resampled(samples, own_rate, rate)
 
 
+def seconds_of(data: bytes) -> float:
+    """The length of a WAV file that `read_wav` has read."""
+    with wave.open(io.BytesIO(data)) as file:
+        return file.getnframes() / file.getframerate()
+
+
 def _check_chunks(data: bytes | bytearray | memoryview) -> None:
     """Raise `StateError` for a file whose samples are behind too many chunks, which take long to walk through."""
     at = len("RIFFsizeWAVE")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from lmstate.cli.chat.messages import Message
     from lmstate.generation import BeamSearch, Generation, RowPiece
-    from lmstate.generation.transcription import TranscriptOptions
+    from lmstate.generation.transcript import TranscriptOptions
     from lmstate.models.model import Model
     from lmstate.state import State
 
@@ -166,7 +166,7 @@ def generate(
     from lmstate.generation import BeamParams, BeamSearch, Generation, SamplingParams
     from lmstate.generation.params import sampling_params
     from lmstate.generation.prompts import with_source
-    from lmstate.generation.transcription import TranscriptOptions
+    from lmstate.generation.transcript import TranscriptOptions
     from lmstate.vision.pictures import picture_file
 
     limits: dict[str, Any] = {
@@ -200,7 +200,7 @@ def generate(
     loaded = options.load_model(
         model, weights, threads, adapter, draft, device, activations, ctx_size, parallel, parallel_mode
     )
-    if source is not None and loaded.hears:
+    if source is not None and (loaded.hears or loaded.takes_sounds):
         if params != SamplingParams(max_new_tokens=256) or num_beams > 1 or save_state is not None:
             raise typer.BadParameter(
                 "a --source of sound takes --language, --translate, --temperature, --seed and --json, and a PROMPT "

@@ -7,7 +7,7 @@ from lmstate.generation.logprobs import TokenLogprob
 from lmstate.generation.params import SamplingParams
 from lmstate.generation.report import Report, RowPiece
 from lmstate.generation.sampling import Sampler
-from lmstate.generation.transcription import Segment, Transcript, TranscriptOptions
+from lmstate.generation.transcript import Segment, Transcript, TranscriptOptions
 
 __all__ = [
     "BeamParams",

@@ -1,4 +1,4 @@
-"""Transcripts of sounds of any length, by a model that reads a window of one at a time.
+"""Transcripts of sounds of any length, by a model that reads a window of one at a time or hears in a conversation.
 
 With times the next window begins where the last whole piece of this one ends, as in transformers and in OpenAI's own
 program; a sound that fits one window needs none. A model is asked one `SoundQuestion` after the other, so that
@@ -8,93 +8,35 @@ program; a sound that fits one window needs none. A model is asked one `SoundQue
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from lmstate.audio.listener import Listener, language_code
-from lmstate.audio.speech import OneOf, SpeechGrammar, SpokenPiece, Task, pieces_of
+from lmstate.audio.speech import OneOf, SpeechGrammar, SpokenPiece, pieces_of
 from lmstate.errors import UnsupportedError
+from lmstate.generation.conversation_transcription import ConversationTranscription
 from lmstate.generation.generate import Generation
 from lmstate.generation.params import SamplingParams
+from lmstate.generation.transcript import (
+    Segment,
+    SoundAnswer,
+    SoundQuestion,
+    Transcript,
+    TranscriptOptions,
+    TranscriptWork,
+    compression_ratio,
+)
 from lmstate.language_model import LanguageModel
-from lmstate.vision.reader import PicturePrompt
+from lmstate.vision.reader import PicturePrompt, SeeingModel
 
 FRAMES = 2  # of a step between two times
 
 
-@dataclass(frozen=True, kw_only=True)
-class TranscriptOptions:
-    """Wishes for a transcript.
-
-    language     of what is said, "en" or "english"; None finds it out
-    task         "transcribe", or "translate" into English
-    times        whether segments say when they are said; a sound longer than one window has them anyway
-    prompt       a text before it, whose words and style it goes on with
-    temperature  0.0 takes the most likely tokens
-    seed         of the draws, where it is not 0.0
-    silence      whether each segment tells how likely it is that nothing is said
-    """
-
-    language: str | None = None
-    task: Task = "transcribe"
-    times: bool = False
-    prompt: str | None = None
-    temperature: float = 0.0
-    seed: int | None = None
-    silence: bool = False
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A part of a transcript. `start` and `end` in seconds; `avg_logprob`: the mean of its window's tokens.
-
-    `seek`: frame that its window begins at. `compression_ratio`: of the text's bytes to them packed.
-    """
-
-    start: float
-    end: float
-    text: str
-    tokens: tuple[int, ...]
-    seek: int
-    temperature: float
-    avg_logprob: float
-    compression_ratio: float
-    no_speech_prob: float
-
-
-@dataclass(frozen=True)
-class Transcript:
-    """A whole transcript. `language`: as "en"; None of a model of one language. `duration` in seconds."""
-
-    text: str
-    language: str | None
-    duration: float
-    segments: tuple[Segment, ...]
-
-
-@dataclass(frozen=True)
-class SoundQuestion:
-    """Something to ask a model. `spoken`: whether the answer is of the transcript."""
-
-    prompt: PicturePrompt
-    params: SamplingParams
-    spoken: bool = False
-
-
-@dataclass(frozen=True)
-class SoundAnswer:
-    """The answer: its tokens, and their log probabilities."""
-
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
-
-
 class Transcription:
-    """A transcript in the making: `ask()` until there is no more, and `take` each answer."""
+    """A `TranscriptWork` of a model that reads a window at a time."""
 
     def __init__(self, listener: Listener, samples: Tensor, options: TranscriptOptions, max_positions: int) -> None:
         """samples: float32 `[N]` at the listener's rate. max_positions: tokens that a row may have.
@@ -178,7 +120,6 @@ class Transcription:
         begin, mean = self._seek / FRAMES * step, sum(heard.logprobs) / max(len(heard.logprobs), 1)
         for piece in pieces:
             text = self.tokenizer.decode(self.speech.words(piece.tokens))
-            packed = text.encode()
             segment = Segment(
                 start=begin + piece.start * step,
                 end=begin + piece.end * step,
@@ -187,12 +128,16 @@ class Transcription:
                 seek=self._seek,
                 temperature=self.options.temperature,
                 avg_logprob=mean,
-                compression_ratio=len(packed) / len(zlib.compress(packed)),
+                compression_ratio=compression_ratio(text),
                 no_speech_prob=self._silence or 0.0,
             )
             self.segments.append(segment)
         self._seek += width if reached == steps else reached * FRAMES
         self._silence = None if self.options.silence and self.speech.no_speech is not None else 0.0
+
+    def begun(self, answer: str) -> str:
+        """All that is said so far, with the beginning of the answer to the last question."""
+        return self.text + answer
 
     # ---- what it begins with
 
@@ -215,7 +160,7 @@ class Transcription:
         return [self.speech.previous, *ids[-(self._max_positions // 2 - 2) :]]
 
 
-class Hearing(Protocol):
+class Hearing(SeeingModel, Protocol):
     """The part of a model that hears which knows sounds; `lmstate.Model` may be one."""
 
     @property
@@ -224,6 +169,11 @@ class Hearing(Protocol):
     @property
     def max_positions(self) -> int | None:
         """Positions that it has learned."""
+        ...
+
+    @property
+    def takes_sounds(self) -> bool:
+        """Whether it takes sounds in a conversation."""
         ...
 
     def listener(self) -> Listener:
@@ -236,11 +186,11 @@ class HearingModel(LanguageModel, Hearing, Protocol):
 
 
 def transcribe(model: HearingModel, sound: bytes | Tensor, **options: Any) -> Transcript:
-    """The words of a sound of any length up to half an hour.
+    """The words of a sound of any length up to half an hour, or of ten minutes by a model that hears in conversations.
 
-    sound: the bytes of a WAV file, or samples float32 `[N]` at `model.listener().rate`. options: the fields of
-    `TranscriptOptions`. Raises `StateError` for a sound that is damaged or too long, `UnsupportedError` for a model
-    that does not hear, and for a language or a task that it does not know.
+    sound: the bytes of a WAV file; or for Whisper samples, float32 `[N]` at `model.listener().rate`. options: the
+    fields of `TranscriptOptions`. Raises `StateError` for a sound that is damaged or too long, `UnsupportedError` for a
+    model that writes no transcripts, and for a language, a task or another wish that it does not know.
     """
     work = transcription(model, sound, TranscriptOptions(**options))
     for _ in segments_of(model, work):
@@ -248,12 +198,12 @@ def transcribe(model: HearingModel, sound: bytes | Tensor, **options: Any) -> Tr
     return work.transcript
 
 
-def segments_of(model: HearingModel, work: Transcription) -> Iterator[Segment]:
+def segments_of(model: HearingModel, work: TranscriptWork) -> Iterator[Segment]:
     """The segments of a transcript as they are made."""
     state, read = model.new_state(), None
     while (ask := work.ask()) is not None:
         state.rewind(0, 0)
-        if ask.prompt.source != read:
+        if ask.prompt.source is None or ask.prompt.source != read:
             ask.prompt.place(state)
             read = ask.prompt.source
         run = Generation(model, [ask.prompt.tokens], state, ask.params, draft=None)
@@ -264,8 +214,10 @@ def segments_of(model: HearingModel, work: Transcription) -> Iterator[Segment]:
         yield from work.segments[told:]
 
 
-def transcription(model: Hearing, sound: bytes | Tensor, options: TranscriptOptions) -> Transcription:
+def transcription(model: Hearing, sound: bytes | Tensor, options: TranscriptOptions) -> TranscriptWork:
     """A transcript to be made. Raises as `transcribe`."""
+    if model.takes_sounds:
+        return ConversationTranscription(model.pictures(), sound, options)
     listener = model.listener()
     if model.max_positions is None:
         raise UnsupportedError(f"a transcript was asked for, and a {model.config.family} model writes none")

@@ -14,14 +14,8 @@ from starlette.types import ASGIApp
 from lmstate.audio.listener import language_names
 from lmstate.audio.subtitles import as_srt, as_vtt
 from lmstate.errors import ModelError, StateError, UnsupportedError
-from lmstate.generation.transcription import (
-    Segment,
-    SoundAnswer,
-    SoundQuestion,
-    Transcription,
-    TranscriptOptions,
-    transcription,
-)
+from lmstate.generation.transcript import Segment, SoundAnswer, SoundQuestion, TranscriptOptions, TranscriptWork
+from lmstate.generation.transcription import transcription
 from lmstate.serve.answer.handlers import json_response, log, unreadable
 from lmstate.serve.answer.service import Service
 from lmstate.serve.wire.errors import ApiError, as_api_error
@@ -62,7 +56,8 @@ async def _written(service: Service, request: Request, body: TranslationBody, op
     try:
         work = await asyncio.to_thread(transcription, service.model, body.file, options)
     except UnsupportedError as error:
-        raise ApiError(str(error), param="language" if service.model.hears else "model") from None
+        named = "language" if service.model.hears else None if service.model.takes_sounds else "model"
+        raise ApiError(str(error), param=named) from None
     except StateError as error:
         raise ApiError(str(error), param="file", code="invalid_file") from None
     except ModelError as error:
@@ -80,7 +75,7 @@ class TranscriptionTask:
     """A transcript that the engine writes, one request after the other. `prompt`, `generated`: tokens of these."""
 
     service: Service
-    work: Transcription
+    work: TranscriptWork
     prompt: int = 0
     generated: int = 0
 
@@ -112,10 +107,10 @@ class TranscriptionTask:
             request = self._submitted(asked)
             try:
                 if asked.spoken and not work.times:
-                    text = work.text
+                    answer = ""
                     async for piece in request:
-                        text += piece.text
-                        yield text
+                        answer += piece.text
+                        yield work.begun(answer)
                 done = await request.wait()
             finally:
                 request.cancel()
@@ -129,7 +124,7 @@ class TranscriptionTask:
         return self.service.submit(asked.prompt, asked.params, max_new_tokens=asked.params.max_new_tokens)
 
 
-def _formatted(work: Transcription, format: str, options: TranscriptOptions) -> Response:
+def _formatted(work: TranscriptWork, format: str, options: TranscriptOptions) -> Response:
     made = work.transcript
     if format == "text":
         return Response(f"{made.text}\n", media_type="text/plain")
