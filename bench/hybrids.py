@@ -153,11 +153,12 @@ class Peer:
     """transformers, fed as its own generation loop feeds it: one cache, logits of the last token."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig
 
         from lmstate.integrations.transformers.cache.hooks import cache_name
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        kind = auto_class(AutoConfig.from_pretrained(folder))
+        self.model = kind.from_pretrained(folder, dtype=torch.bfloat16).eval()
         self.argument = cache_name(self.model)
 
     def prefill(self, ids: list[int]) -> None:
@@ -176,6 +177,16 @@ class Ours:
         import lmstate
 
         self.model = lmstate.load(folder, weights="bfloat16")
+
+    @classmethod
+    def of(cls, model: Any) -> Ours:
+        """Another state of a model."""
+        made = cls.__new__(cls)
+        made.model = model
+        return made
+
+    def step_bytes(self) -> int:
+        return step_bytes(self.model, self.state)
 
     def prefill(self, ids: list[int]) -> None:
         self.state = self.model.new_state()
@@ -202,17 +213,23 @@ class Ours:
         self.state.restore(0, replace(short, tokens=tokens, cached=length, layers=layers))
 
 
-@contextmanager
-def checkpoint(name: str) -> Iterator[Path]:
-    """A checkpoint of random weights; `LMSTATE_BENCH_MODELS` names a folder to keep them in."""
-    from transformers import AutoModelForCausalLM
+def auto_class(config: Any) -> Any:
+    """The class of transformers that makes a model for a config: of a text, or of pictures too."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    return AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+
+
+@contextmanager
+def checkpoint(name: str, shapes: dict[str, Callable[[], Any]] = SHAPES) -> Iterator[Path]:
+    """A checkpoint of random weights; `LMSTATE_BENCH_MODELS` names a folder to keep them in."""
     kept = os.environ.get("LMSTATE_BENCH_MODELS")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(kept or scratch) / name
         if not folder.exists():
             torch.manual_seed(0)
-            AutoModelForCausalLM.from_config(SHAPES[name](), dtype=torch.bfloat16).save_pretrained(folder)
+            config = shapes[name]()
+            auto_class(config).from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
         yield folder
 
 
@@ -266,16 +283,11 @@ def measure(name: str, prefills: bool) -> Iterator[Result]:
         ours.prefill(prompt), peer.prefill(prompt)
         times = alternate(decode(ours), decode(peer), ROUNDS)
         row = result(name, f"decode at {len(prompt)}", times, STEPS, 4.0)
-        if not name.endswith("small"):  # these have experts, of which a step reads few
-            reached = step_bytes(ours.model, ours.state) / row.ours
-            row = replace(row, share=reached / bandwidth(row.threads))
-        yield row
+        yield replace(row, share=ours.step_bytes() / row.ours / bandwidth(row.threads))
         if name.startswith("qwen"):
-            short = Ours.__new__(Ours)
-            short.model = ours.model
+            short, long = Ours.of(ours.model), Ours.of(ours.model)
             short.prefill(text(1000))
-            long = Ours.__new__(Ours)
-            long.model, long.state = ours.model, short.state
+            long.state = short.state
             long.lengthen(16000)
             times = alternate(decode(long), decode(short), ROUNDS)
             yield result(name, "decode at 16000 over 1000", times, STEPS, 1.5)
@@ -291,14 +303,18 @@ def run(names: list[str] | None = None, prefills: bool = True) -> list[dict[str,
         for name in names or SHAPES:
             for row in measure(name, prefills):
                 rows.append({**asdict(row), "holds": row.holds})
-                print(
-                    f"{row.model:20} {row.what:26} ours {row.ours * 1e3:9.2f} ms  other {row.peer * 1e3:9.2f} ms  "
-                    f"{row.ratio:5.2f}x [{row.low:.2f}-{row.high:.2f}]  goal {row.bar}  "
-                    f"{'holds' if row.holds else 'MISSED'}  ({row.threads} threads, {row.clock})"
-                    + (f"  {row.share:.0%} of the bandwidth" if row.share else ""),
-                    flush=True,
-                )
+                print(line(row), flush=True)
     return rows
+
+
+def line(row: Result) -> str:
+    """A result for people."""
+    return (
+        f"{row.model:20} {row.what:26} ours {row.ours * 1e3:9.2f} ms  other {row.peer * 1e3:9.2f} ms  "
+        f"{row.ratio:5.2f}x [{row.low:.2f}-{row.high:.2f}]  goal {row.bar}  "
+        f"{'holds' if row.holds else 'MISSED'}  ({row.threads} threads, {row.clock})"
+        + (f"  {row.share:.0%} of the bandwidth" if row.share else "")
+    )
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:

@@ -31,19 +31,10 @@ def bandwidth(threads: int) -> float:
 
 
 def step_bytes(model: Model, state: State) -> int:
-    """Bytes that a decode step of all rows reads at least: the weights, and what the state holds.
+    """Bytes that a decode step of all rows reads at least: the weights, and what its tokens attend to."""
+    from lmstate.models.reads import state_reads, weight_reads
 
-    Of the embedding no more than is also the head's, and of experts all, though few are chosen.
-    """
-    from lmstate.models.fingerprint import weights_in
-    from lmstate.ops import Weight
-
-    read = {}
-    for _, weight in weights_in([model.blocks, model.norm, model.head]):
-        for tensor in weight.tensors().values() if isinstance(weight, Weight) else [weight]:
-            read[tensor.data_ptr()] = tensor.nbytes
-    layers = [layer for row in range(state.rows) for layer in state.snapshot(row).layers]
-    return sum(read.values()) + sum(tensor.nbytes for layer in layers for tensor in layer.values())
+    return weight_reads(model.network, state.rows) + state_reads(model.network, state.layers, state.lengths).total
 
 
 def main(rounds: int) -> None:

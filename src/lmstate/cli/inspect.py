@@ -33,7 +33,7 @@ def inspect(
         table("layers", ("layers", "tensors", "bytes"), layer_rows(snapshot))
         return
     options.refuse_unknown(model)
-    from lmstate.cli.inspect_model import model_rows, state_rows, weight_rows
+    from lmstate.cli.inspect_model import model_rows, read_rows, state_rows, weight_rows
 
     loaded = options.load_model(model, weights, device=device, activations=activations)
     table(model, ("", ""), model_rows(loaded))
@@ -45,3 +45,6 @@ def inspect(
     )
     print()
     table("state of one row", ("layers", "kind", "bytes per token", "bytes whatever the length"), state_rows(loaded))
+    print()
+    head = ("tokens", "weights", "attended to", "index", "whatever the length", "together", "of all stored")
+    table("read by a decode step of one row", head, read_rows(loaded))

@@ -15,9 +15,11 @@ from lmstate.generation import Sampler
 from lmstate.models.describe import parameter_count, told_context, told_devices
 from lmstate.models.fingerprint import weights_in
 from lmstate.models.model import Model
+from lmstate.models.reads import bytes_per_position, state_reads, weight_reads
 from lmstate.ops import Weight
 from lmstate.ops.types.block_table import BLOCK_TOKENS
 from lmstate.state import AttentionState, LayerState
+from lmstate.state.layers.compressed import Entries
 
 
 def model_rows(model: Model) -> list[tuple[str, str]]:
@@ -69,6 +71,9 @@ def state_rows(model: Model) -> list[tuple[str, ...]]:
         if isinstance(one, AttentionState) and one.window_span is not None:
             kind = f"{kind} (the last {one.window_span + 1:,} tokens)"
         layers[kind] += 1
+        if isinstance(one, Entries):  # of several tokens each, so that two blocks of tokens may share a block
+            growing[kind] += sum(bytes_per_position(one).values()) // one.rate
+            continue
         growing[kind] += (two.nbytes() - one.nbytes()) // BLOCK_TOKENS
         fixed[kind] += 2 * one.nbytes() - two.nbytes()
     rows: list[tuple[str, ...]] = [(str(layers[kind]), kind, size(growing[kind]), size(fixed[kind])) for kind in layers]
@@ -82,6 +87,23 @@ def _with_room(model: Model, tokens: int) -> list[LayerState]:
     state = model.new_state(rewind=0)
     state.plan([[0] * tokens])
     return [part for layer in state.layers for part in layer.leaves()]
+
+
+LENGTHS = (4000, 32_000)
+
+
+def read_rows(model: Model) -> list[tuple[str, ...]]:
+    """A line for each of two lengths: what a decode step of one row reads there, and that as a share of what it would
+    read without an index."""
+    weights = weight_reads(model.network, 1)
+    layers = model.new_state(rewind=0).layers
+    rows = []
+    for length in LENGTHS:
+        read = state_reads(model.network, layers, [length])
+        together, of_all = weights + read.total, weights + read.total_of_all
+        sizes = (size(each) for each in (weights, read.attended, read.index, read.fixed, together))
+        rows.append((f"{length:,}", *sizes, f"{together / of_all:.0%}"))
+    return rows
 
 
 NUMBERS = re.compile(r"\.\d+(?=\.|$)")

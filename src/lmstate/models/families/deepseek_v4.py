@@ -102,6 +102,10 @@ class RootRouter:
     scale: float
     correction: Tensor | None = None  # float32 [N]
 
+    @property
+    def per_token(self) -> int:
+        return self.top_k
+
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x float32 `[M, E]` -> (weights float32 `[M, top_k]`, expert numbers int64 `[M, top_k]`)."""
         scores = self._scores(x)

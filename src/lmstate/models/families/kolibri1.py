@@ -35,6 +35,10 @@ class CorrectedLogits:
     top_k: int
     normalize: bool
 
+    @property
+    def per_token(self) -> int:
+        return self.top_k
+
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x float32 `[M, E]` -> (weights float32 `[M, top_k]`, expert numbers int64 `[M, top_k]`)."""
         logits = ops.linear(x, self.weight)

@@ -39,6 +39,10 @@ class SparseMixer:
     weight: Weight  # [N, E]
     near: float
 
+    @property
+    def per_token(self) -> int:
+        return 2
+
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x float32 `[M, E]` -> (weights float32 `[M, 2]`, expert numbers int64 `[M, 2]`)."""
         logits = ops.linear(x, self.weight).double()  # as in `Router`: the same wherever a token stands

@@ -19,6 +19,11 @@ from lmstate.ops import Norm, Residual, Weight
 class RouterFn(Protocol):
     """x float32 `[M, E]` -> (weights float32 `[M, top_k]`, expert numbers int64 `[M, top_k]`), of each token alone."""
 
+    @property
+    def per_token(self) -> int:
+        """Number of experts that a token goes through."""
+        ...
+
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
@@ -59,6 +64,10 @@ class Router:
             raise ModelError(
                 f"{self.top_k} of {experts} experts cannot be chosen from {self.topk_groups} of {self.groups} groups"
             )
+
+    @property
+    def per_token(self) -> int:
+        return self.top_k
 
     @property
     def params(self) -> ops.RouterParams:

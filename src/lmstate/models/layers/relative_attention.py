@@ -142,6 +142,10 @@ class SinkRouter:
     correction: Tensor  # float32 [N]
     scale: float
 
+    @property
+    def per_token(self) -> int:
+        return self.top_k + self.always
+
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x float32 `[M, E]` -> (weights float32 `[M, top_k + S]`, expert numbers int64 `[M, top_k + S]`)."""
         scores = ops.linear(x, self.weight).double().sigmoid()  # in float64 and back, as `ops.sigmoid` is

@@ -45,8 +45,9 @@ class WindowedVectors(SlotState):
 class Entries(SlotState):
     """Vectors `[R, 1, S, D]` that stand for several tokens each: keys that are values too, and keys of an index."""
 
-    def __init__(self, layout: Layout, widths: Mapping[str, int], kind: str, what: str):
-        self.kind, self.what = kind, what
+    def __init__(self, layout: Layout, rate: int, widths: Mapping[str, int], kind: str, what: str):
+        """`rate`: tokens of an entry."""
+        self.rate, self.kind, self.what = rate, kind, what
         super().__init__(layout, {name: (1, width) for name, width in widths.items()}, None)
 
 
@@ -134,7 +135,7 @@ class CompressedState(PoolingState):
         """`width`: of keys and entries."""
         self.keys = WindowedVectors(layout, "k", width, window)
         index = {"index": pooling.index_width} if pooling.index_width else {}
-        entries = Entries(layout, {"entry": width, **index}, "compressed", "compressed keys")
+        entries = Entries(layout, pooling.rate, {"entry": width, **index}, "compressed", "compressed keys")
         super().__init__(layout, self.keys, entries, pooling)
 
 
@@ -143,7 +144,8 @@ class PooledIndexState(PoolingState):
 
     def __init__(self, layout: Layout, keys: LayerState, pooling: Pooling):
         self.keys = keys
-        super().__init__(layout, keys, Entries(layout, {"index": pooling.index_width}, "index", "index keys"), pooling)
+        entries = Entries(layout, pooling.rate, {"index": pooling.index_width}, "index", "index keys")
+        super().__init__(layout, keys, entries, pooling)
 
     def with_rest(self, chosen: Tensor, step: Step) -> Tensor:
         """Chosen entries `[R, T, k]`, and behind them the one of each query's last tokens, which is not whole yet.
