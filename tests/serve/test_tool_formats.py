@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,22 @@ TOOLS = [
 CITY = 'Zürich "West" <b>'
 CALL = {"city": CITY, "days": 3}
 JSON = json.dumps(CALL, ensure_ascii=False)
+
+M3 = "]<]minimax[>["
+HUNYUAN_3 = (
+    f"<tool_calls>\n<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>{CITY}</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now<tool_sep>\n</tool_call>\n</tool_calls>"
+)
+COHERE = (
+    f'<|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {JSON}}},\n'
+    '    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>'
+)
+
+
+def suffixed(text: str) -> str:
+    """A text of Hunyuan with the suffix that its published tags have."""
+    return re.sub(r"<(/?(?:tool|arg)_\w+)>", r"<\1:opensource>", text)
+
 
 SAMPLES = {
     "hermes": (
@@ -66,6 +83,35 @@ SAMPLES = {
         '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
         '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
     ),
+    "dsml_calls": (
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n'
+        f'<｜DSML｜parameter name="city" string="true">{CITY}</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
+    ),
+    "dots": (
+        '<dots_function_call>\n<invoke name="get_weather">\n'
+        f'<parameter name="city">{CITY}</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n'
+        '<invoke name="now">\n</invoke>\n</dots_function_call>'
+    ),
+    "seed": (
+        f"<seed:tool_call>\n<function=get_weather>\n<parameter=city>{CITY}</parameter>\n<parameter=days>3</parameter>\n"
+        "</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>"
+    ),
+    "minimax_m3": (
+        f'{M3}<tool_call>\n{M3}<invoke name="get_weather">{M3}<city>{CITY}{M3}</city>{M3}<days>3{M3}</days>'
+        f'{M3}</invoke>\n{M3}<invoke name="now">{M3}</invoke>\n{M3}</tool_call>'
+    ),
+    "glm_4_7": (
+        f"<tool_call>get_weather<arg_key>city</arg_key><arg_value>{CITY}</arg_value>"
+        "<arg_key>days</arg_key><arg_value>3</arg_value></tool_call><tool_call>now</tool_call>"
+    ),
+    "hy_v3": HUNYUAN_3,
+    "hy_v3_suffixed": suffixed(HUNYUAN_3),
+    "hy_v4": suffixed(
+        f"<tool_calls>\n<tool_call>get_weather<arg_key>city</arg_key><arg_value>{CITY}</arg_value>"
+        "<arg_key>days</arg_key><arg_value>3</arg_value></tool_call>\n<tool_call>now</tool_call>\n</tool_calls>"
+    ),
     "glm": (
         f"<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>{CITY}</arg_value>\n"
         "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>"
@@ -97,6 +143,17 @@ SAMPLES = {
     "mistral_list": (
         f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {JSON}}}, {{"name": "now", "arguments": {{}}}}]'
     ),
+    "longcat": (
+        f'<longcat_tool_call>\n{{"name": "get_weather", "arguments": {JSON}}}\n</longcat_tool_call>'
+        '<longcat_tool_call>\n{"name": "now", "arguments": {}}\n</longcat_tool_call>'
+    ),
+    "apertus": f'<|tools_prefix|>[{{"get_weather": {JSON}}}, {{"now": {{}}}}]<|tools_suffix|>',
+    "cohere": COHERE,
+    "cohere_text": COHERE,
+    "inkling": (
+        f'get_weather<|content_invoke_tool_json|>{{"name":"get_weather","args":{JSON}}}<|end_message|>'
+        '<|message_model|>now<|content_invoke_tool_json|>{"name":"now","args":{}}<|end_message|>'
+    ),
     "llama": f'{{"name": "get_weather", "parameters": {JSON}}}; {{"name": "now", "parameters": {{}}}}',
     "harmony": (
         "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
@@ -104,6 +161,8 @@ SAMPLES = {
     ),
 }
 BY_NAME = {format.name: format for format in FORMATS}
+# Formats in which an answer is text or calls, and not one after the other.
+EITHER = {name for name, format in BY_NAME.items() if format.rules(TOOLS, json.dumps).text}
 
 
 @dataclass
@@ -138,7 +197,7 @@ def test_every_format_has_a_sample() -> None:
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_calls_are_parsed_whole_and_character_by_character(name: str) -> None:
-    before = "" if name in ("llama", "harmony") else "Let me <look>.\n"
+    before = "" if name in EITHER else "Let me <look>.\n"
     text = before + SAMPLES[name]
     for pieces in ([text], list(text)):
         answer = parsed(name, pieces)
@@ -225,7 +284,7 @@ def test_the_grammar_admits_well_formed_calls_and_no_others(name: str, special: 
         assert not accepted(text.replace("3", "three", 1))
 
 
-@pytest.mark.parametrize("name", sorted(set(SAMPLES) - {"llama", "harmony"}))
+@pytest.mark.parametrize("name", sorted(set(SAMPLES) - EITHER))
 @pytest.mark.parametrize("special", [False, True])
 def test_text_may_come_before_calls_that_are_not_required(name: str, special: bool, tmp_path: Path) -> None:
     format = BY_NAME[name]
@@ -328,7 +387,7 @@ def test_an_answer_that_may_call_nothing_is_any_text_but_calls(name: str, specia
     tokenizer = grammar_tokenizer(name, special, tmp_path)
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
     lark = grammars.no_calls(BY_NAME[name], TOOLS)
-    head = "<|channel|>final<|message|>" if name == "harmony" else ""
+    head = "".join(map(json.loads, BY_NAME[name].head(json.dumps).split()))
     for text, right in ((head, True), (head + 'Is 3 < 4? [1] "é"\n\n{}', True), (head + SAMPLES[name], False)):
         grammar, walked = grammars.compile(lark, "tools"), True
         for token in tokenizer.encode(text, add_special_tokens=False):

@@ -11,6 +11,7 @@ ENDINGS = (
     *("<|calls|>", "<|flush|>", "<|endoftext|>", "<|end_of_text|>", "<|endofturn|>", "[|endofturn|]"),
     *("<end_of_turn>", "<turn|>", "<|tool_response>", "<end_of_utterance>", "<EOT>", "_<EOT>", "<|EOT|>", "[EOT]"),
     *("[EOS]", "<eos>", "</s>", "[e~[", "<|END_OF_TURN_TOKEN|>", "<｜end▁of▁sentence｜>"),
+    "<|content_model_end_sampling|>",
     # Padding, the next file and the next repository of a model that fills in code.
     *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "<|file_sep|>"),
     *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,17 +31,35 @@ class ThinkingMarkers:
         return prompt.rstrip().endswith(self.end)
 
 
+CONSTANT = re.compile(r"""\bset\s+(\w+)\s*=\s*(['"])([^'"{}]{0,64})\2\s*-?%\}""")  # of a template: its name and text
+FORMATTED = re.compile(r"""(['"])([^'"{}]{0,64})\{\}([^'"{}]{0,64})\1\.format\((\w+)\)""")
+
 KNOWN = (
     ThinkingMarkers("<think>", "</think>"),
     ThinkingMarkers("[THINK]", "[/THINK]"),
     ThinkingMarkers("<seed:think>", "</seed:think>"),
     ThinkingMarkers("<|channel>thought", "<channel|>", "<|channel>"),
+    ThinkingMarkers("<mm:think>", "</mm:think>"),
+    ThinkingMarkers("<think:opensource>", "</think:opensource>"),
+    ThinkingMarkers("<|START_THINKING|>", "<|END_THINKING|>"),
 )
 
 
 def thinking_markers(template: str | None) -> ThinkingMarkers | None:
     """The markers that a chat template writes; None if the model does not think aloud."""
-    return next((known for known in KNOWN if template and known.end in template), None)
+    spelled = spelled_out(template or "")
+    return next((known for known in KNOWN if known.end in spelled), None)
+
+
+def spelled_out(template: str) -> str:
+    """The source of a chat template, markers that it makes of constants spelled out: `'<think{}>'.format(SUFFIX)`."""
+    constants = {name: text for name, _, text in CONSTANT.findall(template)}
+
+    def spelled(found: re.Match[str]) -> str:
+        quote, before, after, name = found.groups()
+        return f"{quote}{before}{constants[name]}{after}{quote}" if name in constants else found[0]
+
+    return FORMATTED.sub(spelled, template)
 
 
 def closing_text(tokenizer: Tokenizer, markers: ThinkingMarkers) -> str:

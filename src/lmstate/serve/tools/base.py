@@ -82,16 +82,24 @@ def arguments_term(tool: Tool) -> str:
     return json_term(tool.schema, tool.strict)
 
 
-def call_object(reader: Reader, arguments_keys: Sequence[str] = ("arguments", "parameters")) -> Parse[bool]:
+def call_object(
+    reader: Reader,
+    arguments_keys: Sequence[str] = ("arguments", "parameters"),
+    name_key: str = "name",
+    named: str | None = None,
+) -> Parse[bool]:
     """One `{"name": ..., "arguments": {...}}`, its arguments passed on as they come.
 
+    named: the name, where it is known before the object.
     Returns False, with the text unread again, where it is not such an object: the caller shows it as text.
     """
     reader.record()
-    name: str | None = None
+    name = named
     held: str | None = None  # the arguments
     if not (yield from reader.accept("{")):
         return False
+    if name is not None:
+        yield CallStart(name)
     while True:
         yield from reader.skip_space(",")
         if (yield from reader.accept("}")):
@@ -109,7 +117,7 @@ def call_object(reader: Reader, arguments_keys: Sequence[str] = ("arguments", "p
         value = yield from reader.json_value()
         if key in arguments_keys and held is None:
             held = value
-        elif key == "name" and name is None and isinstance(text := as_json(value), str):
+        elif key == name_key and name is None and isinstance(text := as_json(value), str):
             yield CallStart(name := text)
             if held is not None:
                 yield CallArguments(unwrapped(held))
@@ -165,6 +173,10 @@ class ArgumentWriter:
     def value(self, key: str, text: str) -> CallArguments:
         """A whole value, of a type that the schema allows."""
         return CallArguments(json.dumps(value_of(text, self._properties.get(key), self._schema), ensure_ascii=False))
+
+    def whole(self, value: Any) -> CallArguments:
+        """A value that was put together."""
+        return CallArguments(json.dumps(value, ensure_ascii=False))
 
     def end(self) -> CallArguments:
         return CallArguments("}" if self._count else "{}")

@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lmstate.serve.tools.base import Literal, Rules, ToolFormat, arguments_term, call_object, choice
-from lmstate.serve.tools.events import Text, Tool
+from lmstate.serve.tools.base import (
+    Literal,
+    Rules,
+    ToolFormat,
+    arguments,
+    arguments_term,
+    as_json,
+    call_object,
+    choice,
+)
+from lmstate.serve.tools.events import CallStart, Text, Tool
 from lmstate.serve.tools.reader import Parse, Reader, overlap
 from lmstate.text.grammars.lark import quoted
 
@@ -15,7 +24,8 @@ from lmstate.text.grammars.lark import quoted
 class JsonCalls(ToolFormat):
     """`begin {"name": ..., "arguments": {...}} end`; with `listed`, `begin [{...}, {...}] end`.
 
-    hermes is that of Hermes, Qwen 2.5 and 3 and SmolLM3; granite, phi, jamba and nemotron write lists.
+    hermes is that of Hermes, Qwen 2.5 and 3 and SmolLM3; granite, phi, jamba (Hunyuan A13B too) and nemotron write
+    lists. longcat puts no line break between two calls.
     """
 
     name: str  # type: ignore[misc]
@@ -23,6 +33,7 @@ class JsonCalls(ToolFormat):
     end: str
     listed: bool = False
     hints: tuple[str, ...] = ()  # texts of templates that write in this format; all must be there
+    between: str = "\n"  # two calls that are not in a list
 
     @property
     def markers(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -62,4 +73,39 @@ class JsonCalls(ToolFormat):
             end = f'"]" {literal(self.end)}' if self.end else '"]"'
             return Rules((choice("call", tools, term),), self.begin, f'{literal(self.begin)} "["', '", "', end)
         lines = (choice("object", tools, term), f'call: {literal(self.begin)} "\\n" object "\\n" {literal(self.end)}')
-        return Rules(lines, self.begin, between='"\\n"')
+        return Rules(lines, self.begin, between=quoted(self.between))
+
+
+@dataclass(frozen=True)
+class KeyedCalls(ToolFormat):
+    """`<|tools_prefix|>[{NAME: {...}}, ...]<|tools_suffix|>`: Apertus."""
+
+    name: str = "apertus"  # type: ignore[misc]
+    markers: tuple[str, ...] = ("<|tools_prefix|>", "<|tools_suffix|>")
+
+    def matches(self, template: str) -> bool:
+        return self.markers[0] in template
+
+    def parse(self, reader: Reader, tools: Sequence[Tool]) -> Parse[None]:
+        begin, end = self.markers
+        while (yield from reader.until((begin,), Text)) is not None:
+            yield from reader.skip_space("[")
+            while (yield from reader.accept("{")):
+                yield from reader.skip_space()
+                name = as_json((yield from reader.json_value()))
+                yield from reader.skip_space(":")
+                if not isinstance(name, str):
+                    break
+                yield CallStart(name)
+                yield from arguments(reader)
+                yield from reader.skip_space("},")
+            yield from reader.until((end,), None)
+            yield from reader.skip_space()
+
+    def rules(self, tools: Sequence[Tool], literal: Literal) -> Rules:
+        begin, end = map(literal, self.markers)
+
+        def term(tool: Tool) -> str:
+            return f'{quoted("{" + quoted(tool.name) + ": ")} {arguments_term(tool)} "}}"'
+
+        return Rules((choice("call", tools, term),), self.markers[0], f'{begin} "["', '", "', f'"]" {end}')

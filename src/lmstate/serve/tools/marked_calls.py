@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmstate.serve.tools.base import Literal, Rules, ToolFormat, arguments, arguments_term, call_object, choice
-from lmstate.serve.tools.events import CallStart, Reasoning, Text, Tool
+from lmstate.serve.tools.events import CallStart, Text, Tool
 from lmstate.serve.tools.reader import Parse, Reader
 from lmstate.text.grammars.lark import quoted
 
@@ -215,61 +215,3 @@ class LlamaCalls(ToolFormat):
         call = rf'\s*{python}\{{\s*("type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*({names})(.|\n)*'
         text = rf"/(.|\n)*/ & ~/{call}/"
         return Rules((choice("call", tools, term),), '{"name": ', between='"; "', text=text)
-
-
-@dataclass(frozen=True)
-class HarmonyCalls(ToolFormat):
-    """gpt-oss's messages in channels: `analysis` is reasoning, `final` the answer, one `to=functions.NAME` a call."""
-
-    name: str = "harmony"  # type: ignore[misc]
-    markers: tuple[str, ...] = (
-        "<|start|>",
-        "<|channel|>",
-        "<|message|>",
-        "<|constrain|>",
-        "<|end|>",
-        "<|call|>",
-        "<|return|>",
-    )
-
-    def matches(self, template: str) -> bool:
-        return "<|channel|>" in template and "<|message|>" in template
-
-    def parse(self, reader: Reader, tools: Sequence[Tool]) -> Parse[None]:
-        ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
-        while True:
-            header, found = yield from reader.collect(("<|message|>",))
-            if found is None:
-                if header.strip() and "<|" not in header:
-                    yield Text(header)
-                return
-            if "to=functions." in header:
-                name = header.split("to=functions.", 1)[1].split("<|", 1)[0].split()[0:1]
-                yield CallStart(name[0] if name else "")
-                yield from reader.skip_space()
-                yield from arguments(reader)
-                yield from reader.until(ends, None)
-            else:
-                event = Text if "final" in header.split("<|channel|>")[-1] else Reasoning
-                yield from reader.until(ends, event)
-
-    def rules(self, tools: Sequence[Tool], literal: Literal) -> Rules:
-        channel, message = literal("<|channel|>"), literal("<|message|>")
-
-        def term(tool: Tool) -> str:
-            to = quoted(f"commentary to=functions.{tool.name} ")
-            return f'{channel} {to} {literal("<|constrain|>")} "json" {message} {arguments_term(tool)}'
-
-        between = f'{literal("<|end|>")} {literal("<|start|>")} "assistant"'
-        text = r"/(.|\n)*/ & ~/(.|\n)*<\|(start|channel|message|end|call|return)\|>(.|\n)*/"
-        return Rules((choice("call", tools, term),), "<|channel|>", between=between, text=text)
-
-    def head(self, literal: Literal) -> str:
-        return f'{literal("<|channel|>")} "final" {literal("<|message|>")}'
-
-    def framed(self, lark: str, literal: Literal) -> str:
-        """The grammar with harmony's channels around it: reasoning may come first, in a channel of its own."""
-        channel, message = literal("<|channel|>"), literal("<|message|>")
-        analysis = f'{channel} "analysis" {message} ANALYSIS {literal("<|end|>")} {literal("<|start|>")} "assistant"'
-        rules = "ANALYSIS: /(.|\\n)*/\n" + lark.replace("start:", "framed:", 1)
-        return f"start: ({analysis})? framed\n{rules}"

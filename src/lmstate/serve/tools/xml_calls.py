@@ -28,7 +28,9 @@ class TaggedCalls(ToolFormat):
 
     qwen_xml  `<tool_call> <function=NAME> <parameter=KEY> VALUE </parameter> </function> </tool_call>` (Qwen)
     minimax   `<minimax:tool_call> <invoke name="NAME"> <parameter name="KEY">VALUE</parameter> </invoke> ...`
-    dsml      the same with `<｜DSML｜` tags (DeepSeek V3.2)
+    dots      the same with another outer tag (dots)
+    dsml      the same with `<｜DSML｜` tags (DeepSeek V3.2; dsml_calls: V4)
+    seed      as qwen_xml with another outer tag, and values beside their tags (Seed-OSS)
     """
 
     name: str  # type: ignore[misc]
@@ -79,10 +81,14 @@ class TaggedCalls(ToolFormat):
         newline = "\n" if self.lines else ""
 
         def opening(key: str, schema: dict[str, Any]) -> str:
-            close = f'" string="{"true" if takes_text(schema) else "false"}">' if self.name == "dsml" else self.close
+            close = (
+                f'" string="{"true" if takes_text(schema) else "false"}">'
+                if self.begin.startswith("<｜DSML｜")
+                else self.close
+            )
             return quoted(self.parameter + key + close + newline)
 
-        lines = list(parameter_rules(tools, opening, newline, literal(self.parameter_end), "\n"))
+        lines = list(parameter_rules(tools, opening, newline, lambda key: literal(self.parameter_end), "\n"))
         heads = {tool.name: quoted(self.function + tool.name + self.close + "\n") for tool in tools}
         term = lambda tool: f"{heads[tool.name]} values_{tools.index(tool)} {quoted(self.function_end)}"  # noqa: E731
         if self.several:
@@ -99,47 +105,79 @@ class TaggedCalls(ToolFormat):
 
 @dataclass(frozen=True)
 class PairedCalls(ToolFormat):
-    """`<tool_call>NAME <arg_key>KEY</arg_key> <arg_value>VALUE</arg_value> ... </tool_call>`: GLM 4.5 and later."""
+    """`<tool_call>NAME <arg_key>KEY</arg_key> <arg_value>VALUE</arg_value> ... </tool_call>`.
 
-    name: str = "glm"  # type: ignore[misc]
-    markers: tuple[str, ...] = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    glm      each part on a line of its own (GLM 4.5 and 4.6, Ling)
+    glm_4_7  without line breaks (GLM 4.7 and 5)
+    hy_v3    on lines, `<tool_sep>` behind the name, and an outer `<tool_calls>`, with and without `:opensource` in tags
+    hy_v4    as glm_4_7, with an outer tag, and `:opensource` in tags
+    """
+
+    name: str  # type: ignore[misc]
+    hint: str
+    line: str = "\n"  # between the parts of a call
+    separator: str = ""  # behind the name
+    outer: bool = False
+    suffix: str = ""  # of the names of tags
+
+    @property
+    def markers(self) -> tuple[str, ...]:  # type: ignore[override]
+        names = (*(["tool_calls"] if self.outer else []), "tool_call", "arg_key", "arg_value")
+        tags = tuple(f"<{slash}{name}{self.suffix}>" for name in names for slash in ("", "/"))
+        return tags + ((self.separator,) if self.separator else ())
 
     def matches(self, template: str) -> bool:
-        return "<arg_key>" in template
+        return self.hint in template
 
     def parse(self, reader: Reader, tools: Sequence[Tool]) -> Parse[None]:
-        while (yield from reader.until(("<tool_call>",), Text)) is not None:
-            head, found = yield from reader.collect(("<arg_key>", "</tool_call>"))
-            name = head.strip()
-            yield CallStart(name)
-            writer = ArgumentWriter(tool_named(tools, name))
-            while found == "<arg_key>":
-                key, closed = yield from reader.collect(("</arg_key>",))
-                if closed is None or (yield from reader.until(("<arg_value>",), None)) is None:
-                    break
-                if (yield from stream_value(reader, writer, key.strip(), "</arg_value>")) is None:
-                    break
-                found = yield from reader.until(("<arg_key>", "</tool_call>"), None)
-            yield writer.end()
+        *outer, begin, end, key_begin, key_end, value_begin, value_end = self.markers[: 8 if self.outer else 6]
+        separators = (self.separator,) if self.separator else ()
+        while (found := (yield from reader.until((begin, *outer), Text))) is not None:
+            if found == begin:
+                head, found = yield from reader.collect((key_begin, end, *separators))
+                if found in separators:
+                    found = yield from reader.until((key_begin, end), None)
+                name = head.strip()
+                yield CallStart(name)
+                writer = ArgumentWriter(tool_named(tools, name))
+                while found == key_begin:
+                    key, closed = yield from reader.collect((key_end,))
+                    if closed is None or (yield from reader.until((value_begin,), None)) is None:
+                        break
+                    if (yield from stream_value(reader, writer, key.strip(), value_end)) is None:
+                        break
+                    found = yield from reader.until((key_begin, end), None)
+                yield writer.end()
             yield from reader.skip_space()
 
     def rules(self, tools: Sequence[Tool], literal: Literal) -> Rules:
+        *outer, begin, end, key_begin, key_end, value_begin, value_end = map(
+            literal, self.markers[: 8 if self.outer else 6]
+        )
+        behind = f"{literal(self.separator)} " if self.separator else ""
+        line = quoted(self.line)
+
         def opening(key: str, schema: dict[str, Any]) -> str:
-            return f'{literal("<arg_key>")} {quoted(key)} {literal("</arg_key>")} "\\n" {literal("<arg_value>")}'
+            return f"{key_begin} {quoted(key)} {key_end} {line} {value_begin}"
 
-        lines = parameter_rules(tools, opening, "", literal("</arg_value>"), "\n")
-        object_ = choice("object", tools, lambda tool: f'{quoted(tool.name)} "\\n" values_{tools.index(tool)}')
-        call = f"call: {literal('<tool_call>')} object {literal('</tool_call>')}"
-        return Rules((*lines, object_, call), "<tool_call>", between='"\\n"')
+        def term(tool: Tool) -> str:
+            return f"{quoted(tool.name)} {behind}{line} values_{tools.index(tool)}"
+
+        lines = parameter_rules(tools, opening, "", lambda key: value_end, self.line)
+        call = f"call: {begin} object {end}"
+        made = (*lines, choice("object", tools, term), call)
+        if outer:
+            return Rules(made, self.markers[0], f'{outer[0]} "\\n"', '"\\n"', f'"\\n" {outer[1]}')
+        return Rules(made, self.markers[0], between=line)
 
 
-def properties_of(tool: Tool) -> tuple[dict[str, dict[str, Any]], set[str]]:
-    """(the schema of each parameter, the names of those that a call must have)."""
-    properties, required = tool.parameters.get("properties"), tool.parameters.get("required")
+def properties_of(schema: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], set[str]]:
+    """(the schema of each property of an object, the names of those that it must have)."""
+    properties, required = schema.get("properties"), schema.get("required")
     known = properties if isinstance(properties, dict) else {}
     names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
-    shared = {word: tool.parameters[word] for word in ("$defs", "definitions") if word in tool.parameters}
-    return {key: {**shared, **schema} if isinstance(schema, dict) else {} for key, schema in known.items()}, names
+    shared = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
+    return {key: {**shared, **one} if isinstance(one, dict) else {} for key, one in known.items()}, names
 
 
 def takes_text(schema: dict[str, Any]) -> bool:
@@ -149,18 +187,22 @@ def takes_text(schema: dict[str, Any]) -> bool:
 
 
 def parameter_rules(
-    tools: Sequence[Tool], opening: Callable[[str, dict[str, Any]], str], newline: str, end: str, after: str
+    tools: Sequence[Tool],
+    opening: Callable[[str, dict[str, Any]], str],
+    newline: str,
+    end: Callable[[str], str],
+    after: str,
 ) -> Iterator[str]:
     """Lark rules `values_N`: the parameters of tool N in the order of its schema, those not required may be absent.
 
     `opening` is the term before a value, `newline` text and `end` the term that close it, `after` text that follows.
     """
     for number, tool in enumerate(tools):
-        properties, required = properties_of(tool)
+        properties, required = properties_of(tool.parameters)
         parts = []
         for index, (key, schema) in enumerate(properties.items()):
             rule = f"value_{number}_{index}"
-            yield value_rule(rule, schema, tool.strict, newline, end)
+            yield value_rule(rule, schema, tool.strict, newline, end(key))
             one = f"{opening(key, schema)} {rule} {quoted(after)}"
             parts.append(one if key in required else f"({one})?")
         yield f"values_{number}: " + (" ".join(parts) or '""')
