@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from lmstate.audio.heard import open_reader, takes_sounds
-from lmstate.audio.listener import Listener
 from lmstate.cluster.front import Front
 from lmstate.cluster.handle import ReplicaLost
 from lmstate.cluster.key import RouteKey, route_key
@@ -37,14 +35,12 @@ from lmstate.files.atomic import atomic_write
 from lmstate.generation.params import SamplingParams
 from lmstate.models.config import ModelConfig
 from lmstate.models.describe import WeightTotals
-from lmstate.models.parts import OPENING
+from lmstate.models.readers import CheckpointReaders
 from lmstate.speculation import DraftReport
 from lmstate.state.validate import token_ids
-from lmstate.text.grammars.compiler import GrammarCompiler
 from lmstate.text.replay import Replay
 from lmstate.text.tokenizer import Tokenizer
-from lmstate.vision.reader import PicturePrompt, PictureReader
-from lmstate.vision.tower import has_tower
+from lmstate.vision.reader import PicturePrompt
 
 Found = TypeVar("Found")
 
@@ -70,8 +66,8 @@ class FrontFiles:
 
 
 @dataclass
-class RemoteModel:
-    """The part of a model that a front has: its tokenizer, and its limits as a replica tells them."""
+class RemoteModel(CheckpointReaders):
+    """The part of a model that a front has: its files beside the weights, and its limits as a replica tells them."""
 
     fingerprint: str
     config: ModelConfig
@@ -84,10 +80,8 @@ class RemoteModel:
     hears: bool
     defaults: dict[str, Any]
     _tokenizer: Tokenizer | None
-    _folder: Path | None = None
-    _pictures: PictureReader | None = None
-    _listener: Listener | None = None
-    _grammars: GrammarCompiler | None = None
+    folder: Path | None = None
+    name: str = ""
 
     @staticmethod
     def of(facts: WireFacts, files: FrontFiles) -> RemoteModel:
@@ -105,52 +99,6 @@ class RemoteModel:
             files.tokenizer,
             files.folder,
         )
-
-    def listener(self) -> Listener:
-        """The maker of its features of sounds, opened with the first call: a front makes them on the CPU."""
-        with OPENING:
-            if self._listener is None:
-                if not self.hears:
-                    raise UnsupportedError(f"a sound was given, and a {self.config.family} model reads no sounds")
-                if self._folder is None:
-                    raise UnsupportedError("sounds are read by models of checkpoint folders")
-                self._listener = Listener.open(self._folder, self._tokenizer, self.config.vocab_size)
-            return self._listener
-
-    @property
-    def has_tokenizer(self) -> bool:
-        return self._tokenizer is not None
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        if self._tokenizer is None:
-            raise UnsupportedError("the checkpoint has no tokenizer")
-        return self._tokenizer
-
-    @property
-    def grammars(self) -> GrammarCompiler:
-        if self._grammars is None:
-            self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size)
-        return self._grammars
-
-    @property
-    def sees(self) -> bool:
-        """Whether it takes pictures, as far as its files tell without reading the vision tower."""
-        return self._folder is not None and has_tower(self._folder)
-
-    @property
-    def takes_sounds(self) -> bool:
-        """Whether it takes sounds in a conversation, as far as its files tell."""
-        return self._folder is not None and takes_sounds(self._folder)
-
-    def pictures(self) -> PictureReader:
-        """The reader of its pictures, opened with the first call: a front's tower runs on the CPU."""
-        with OPENING:
-            if self._pictures is None:
-                if self._folder is None:
-                    raise UnsupportedError("pictures are read by models of checkpoint folders")
-                self._pictures = open_reader(self._folder, self.tokenizer)
-            return self._pictures
 
 
 class ServingFront(Front):

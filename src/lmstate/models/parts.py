@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lmstate.errors import StateError, UnsupportedError
 from lmstate.models.block import Block
 from lmstate.models.config import ModelConfig
 from lmstate.models.describe import WeightTotals, describe
@@ -19,21 +17,18 @@ from lmstate.models.encoder import Encoder
 from lmstate.models.fingerprint import fingerprint
 from lmstate.models.heads.head import DraftHead
 from lmstate.models.network import Network
+from lmstate.models.readers import CheckpointReaders
 from lmstate.ops import Norm, Weight
 from lmstate.state import SourceFeatures, State
-from lmstate.text.grammars.compiler import GrammarCompiler
 from lmstate.text.replay import Replay
 
 if TYPE_CHECKING:
-    from lmstate.audio.listener import Listener
     from lmstate.text.tokenizer import Tokenizer
-    from lmstate.vision.reader import PicturePrompt, PictureReader
-
-OPENING = Lock()  # held while a vision tower or a feature extractor is loaded: requests may come together
+    from lmstate.vision.reader import PicturePrompt
 
 
 @dataclass(eq=False, repr=False)
-class ModelParts:
+class ModelParts(CheckpointReaders):
     """The parts of a model, and its files as far as they were read."""
 
     network: Network
@@ -50,10 +45,7 @@ class ModelParts:
     on_part: Callable[[int, int], None] | None = field(default=None, init=False)
     """Called with (tokens done, tokens of the step) before each part of a long step, and at its end."""
     _traced: tuple[Network, Network] | None = field(default=None, init=False)  # a network, and what its graphs hold
-    _pictures: PictureReader | None = field(default=None, init=False, repr=False)
-    _listener: Listener | None = field(default=None, init=False, repr=False)
     _replay: Replay | None = field(default=None, init=False, repr=False)
-    _grammars: GrammarCompiler | None = field(default=None, init=False, repr=False)
 
     def __repr__(self) -> str:
         return describe(self.name, self.network, self.context_size, self.dtype)
@@ -113,20 +105,6 @@ class ModelParts:
         """The device of each block."""
         return self.network.devices
 
-    @property
-    def has_tokenizer(self) -> bool:
-        """Whether it came with a tokenizer."""
-        return self._tokenizer is not None
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        if self._tokenizer is None:
-            raise StateError(
-                f"{self.name or 'this model'} has no tokenizer; give token ids, or add a tokenizer.json, which "
-                "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) of transformers makes of other files"
-            )
-        return self._tokenizer
-
     def encode(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> PicturePrompt:
         """A conversation as tokens and pictures: `prompt.place(state, row)`, then feed `prompt.tokens`.
 
@@ -144,31 +122,6 @@ class ModelParts:
         return self.pictures().encode(messages, **variables)
 
     @property
-    def sees(self) -> bool:
-        """Whether it takes pictures, as far as its files tell without reading the vision tower."""
-        from lmstate.vision.tower import has_tower
-
-        return self.folder is not None and has_tower(self.folder)
-
-    @property
-    def takes_sounds(self) -> bool:
-        """Whether it takes sounds in a conversation, as far as its files tell."""
-        from lmstate.audio.heard import takes_sounds
-
-        return self.folder is not None and takes_sounds(self.folder)
-
-    def pictures(self) -> PictureReader:
-        """The reader of its pictures or sounds, opened with the first call. Raises as `encode`."""
-        from lmstate.audio.heard import open_reader
-
-        with OPENING:
-            if self._pictures is None:
-                if self.folder is None:
-                    raise UnsupportedError("pictures are read by models of checkpoint folders that lmstate.load opened")
-                self._pictures = open_reader(self.folder, self.tokenizer, self.device)
-            return self._pictures
-
-    @property
     def hears(self) -> bool:
         """Whether its sources are sounds."""
         return self.encoder is not None and self.encoder.hears
@@ -182,19 +135,6 @@ class ModelParts:
         """
         listener = self.listener()
         return listener.features(sound if isinstance(sound, Tensor) else listener.samples(sound))
-
-    def listener(self) -> Listener:
-        """The maker of its features of sounds, opened with the first call. Raises as `listen`."""
-        from lmstate.audio.listener import Listener
-
-        with OPENING:
-            if self._listener is None:
-                if not self.hears:
-                    raise UnsupportedError(f"a sound was given, and a {self.config.family} model reads no sounds")
-                if self.folder is None:
-                    raise UnsupportedError("sounds are read by models of checkpoint folders that lmstate.load opened")
-                self._listener = Listener.open(self.folder, self._tokenizer, self.config.vocab_size)
-            return self._listener
 
     @property
     def start_id(self) -> int | None:
@@ -227,13 +167,6 @@ class ModelParts:
     def max_positions(self) -> int | None:
         """Number of learned position embeddings; None: any position will do."""
         return self.network.max_positions
-
-    @property
-    def grammars(self) -> GrammarCompiler:
-        """The compiler of constraints on its answers. Raises `StateError` if the model has no tokenizer."""
-        if self._grammars is None:
-            self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size)
-        return self._grammars
 
     @property
     def replay(self) -> Replay:

@@ -1,0 +1,106 @@
+"""The files of a checkpoint beside its weights: tokenizer, and readers of pictures, sounds and grammars."""
+
+from __future__ import annotations
+
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import torch
+
+from lmstate.errors import StateError, UnsupportedError
+from lmstate.text.grammars.compiler import GrammarCompiler
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from lmstate.audio.listener import Listener
+    from lmstate.models.config import ModelConfig
+    from lmstate.text.tokenizer import Tokenizer
+    from lmstate.vision.reader import PictureReader
+
+OPENING = Lock()  # held while a vision tower or a feature extractor is loaded: requests may come together
+
+
+class CheckpointReaders:
+    """The readers of a model's files, opened when they are needed first: of a model, and of a front that has none."""
+
+    if TYPE_CHECKING:  # at run time these would be the defaults of dataclass fields
+
+        @property
+        def config(self) -> ModelConfig: ...
+
+        @property
+        def hears(self) -> bool:
+            """Whether its sources are sounds."""
+            ...
+
+    folder: Path | None  # of the checkpoint, where it is one
+    name: str
+    _tokenizer: Tokenizer | None
+    _pictures: PictureReader | None = None
+    _listener: Listener | None = None
+    _grammars: GrammarCompiler | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the vision tower."""
+        return torch.device("cpu")
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether it came with a tokenizer."""
+        return self._tokenizer is not None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise StateError(
+                f"{self.name or 'this model'} has no tokenizer; give token ids, or add a tokenizer.json, which "
+                "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) of transformers makes of other files"
+            )
+        return self._tokenizer
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """The compiler of constraints on its answers. Raises `StateError` if the model has no tokenizer."""
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size)
+        return self._grammars
+
+    @property
+    def sees(self) -> bool:
+        """Whether it takes pictures, as far as its files tell without reading the vision tower."""
+        from lmstate.vision.tower import has_tower
+
+        return self.folder is not None and has_tower(self.folder)
+
+    @property
+    def takes_sounds(self) -> bool:
+        """Whether it takes sounds in a conversation, as far as its files tell."""
+        from lmstate.audio.heard import takes_sounds
+
+        return self.folder is not None and takes_sounds(self.folder)
+
+    def pictures(self) -> PictureReader:
+        """The reader of its pictures or sounds, opened with the first call. Raises as `Model.encode`."""
+        from lmstate.audio.heard import open_reader
+
+        with OPENING:
+            if self._pictures is None:
+                if self.folder is None:
+                    raise UnsupportedError("pictures are read by models of checkpoint folders that lmstate.load opened")
+                self._pictures = open_reader(self.folder, self.tokenizer, self.device)
+            return self._pictures
+
+    def listener(self) -> Listener:
+        """The maker of its features of sounds, opened with the first call. Raises as `Model.listen`."""
+        from lmstate.audio.listener import Listener
+
+        with OPENING:
+            if self._listener is None:
+                if not self.hears:
+                    raise UnsupportedError(f"a sound was given, and a {self.config.family} model reads no sounds")
+                if self.folder is None:
+                    raise UnsupportedError("sounds are read by models of checkpoint folders that lmstate.load opened")
+                self._listener = Listener.open(self.folder, self._tokenizer, self.config.vocab_size)
+            return self._listener
