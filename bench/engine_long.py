@@ -50,6 +50,7 @@ class Stall:
     largest: float
     ratio: float  # of the largest
     median: float
+    p99: float
     high: float  # 99.9 of 100 are smaller
     gaps: int
     prefill: float
@@ -90,8 +91,9 @@ def stall(model: lmstate.Model, prompt: int, streams: int, bound: float) -> Stal
     every = [pair for seen in times for pair in pairwise(seen[8:])]
     usual = median(after - before for before, after in every if after < begin or before > end)
     gaps = sorted(after - before for before, after in every if begin < after <= end)
-    high = gaps[int(0.999 * (len(gaps) - 1))]
-    return Stall(usual, gaps[-1], gaps[-1] / usual, median(gaps) / usual, high / usual, len(gaps), end - begin)
+    p99, high = (gaps[int(part * (len(gaps) - 1))] for part in (0.99, 0.999))
+    ratios = [seconds / usual for seconds in (gaps[-1], median(gaps), p99, high)]
+    return Stall(usual, gaps[-1], *ratios, len(gaps), end - begin)
 
 
 @dataclass(frozen=True)

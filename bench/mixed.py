@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--weights", default="auto")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--chunk", type=int, nargs="+", default=[16, 64, 128], help="tokens of the prompt in a step")
-    parser.add_argument("--context", type=int, default=256, help="tokens that each row has")
+    parser.add_argument("--context", type=int, default=250, help="tokens that each row has, no multiple of a block")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int)
     options = parser.parse_args()
