@@ -40,7 +40,7 @@ void team_barrier(void) {
   }
   for (int looks = 1; atomic_load_explicit(&t->round, memory_order_acquire) == round; looks = looks % LOOKS + 1)
     if (looks < LOOKS) look_away();
-    else sched_yield(); /* the thread that is waited for may stand behind this one */
+    else sched_yield(); /* the thread that is waited for may be waiting for this processor */
 }
 
 int64_t team_take(void) { return atomic_fetch_add_explicit(&own->taken, 1, memory_order_relaxed); }

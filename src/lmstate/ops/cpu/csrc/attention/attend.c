@@ -72,7 +72,7 @@ static void look_ahead(const attend_args *a, const attend_plan *all, int64_t num
   }
 }
 
-/* Queries first..n of a task over the positions from..until, which lie in one chunk. */
+/* Queries first..n of a task over the positions from..until, which are in one chunk. */
 static __attribute__((noinline)) void run_queries(const attend_args *a, const attend_plan *all, int64_t number,
                                                   const task_of *task, int64_t from, int64_t until, int64_t first,
                                                   int64_t n) {
@@ -107,7 +107,7 @@ static __attribute__((noinline)) void run_queries(const attend_args *a, const at
       look_ahead(a, all, number + 1, b, &floats, &coded);
       leaves = 0;
     }
-    /* The queries before this one stand in this block or before it: they see keys of it as floats. */
+    /* The queries before this one are in this block or before it: they see keys of it as floats. */
     const int64_t far = !all->codes ? n : all->codes->tail ? (b + SUB - start) * group : 0;
     const source read = wide ? widened(a, &floats, b, from, until, &tile_floats) : floats;
     int queries;
@@ -195,7 +195,7 @@ static void combine(const attend_args *a, const attend_plan *all, int64_t r, int
 }
 
 /* Add to the columns of one kv head what its slots received, averaged over the group: in the order of the queries. No
- * ring wraps here, so that position p lies in slot p. Columns that are of this call alone begin as zeros where anything
+ * ring wraps here, so that position p is in slot p. Columns that are of this call alone begin as zeros where anything
  * of them is read: behind its filled slots nothing is, nor before the planes of its tokens. */
 static void add_columns(const attend_args *a, const attend_plan *all, int64_t r, int64_t kv) {
   const int64_t group = a->heads / a->kv_heads;
@@ -235,9 +235,9 @@ static int enough_runs(const attend_args *a, int64_t run) {
 int64_t attend_check(const attend_args *a, const codes_args *codes) {
   for (int64_t r = 0; r < a->rows; r++) {
     const int64_t start = a->starts[r], count = a->counts[r];
-    /* What the row's queries see must lie in the ring at once; a row without tokens sees nothing. */
+    /* The ring must hold everything that the row's queries see; a row without tokens sees nothing. */
     const int64_t first = a->columns ? 0 : low_of(a, start); /* a ring that wraps has no columns */
-    const int beyond = (a->ends && a->ends[r] < start + count) /* their sums would lie behind the last plane */
+    const int beyond = (a->ends && a->ends[r] < start + count) /* there is no plane for their sums */
                        /* or they, behind the table */
                        || ((codes ? codes->k_table : a->k_table) && start + count > a->slots);
     if (start < 0 || count < 0 || count > a->tokens || (count && (beyond || start + count - first > a->slots)))

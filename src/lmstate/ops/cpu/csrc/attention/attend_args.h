@@ -30,12 +30,12 @@ typedef struct {
   const float *sinks;           /* [H], or null */
   const float *slopes;          /* [H], or null: what each position between a key and its query takes from their score */
   const float *biases;          /* [H, distances], of each token or of all, or null: what is added to the score of a key
-                                 * that lies so far before its query; one that lies farther has the last */
+                                 * at this distance before its query; one that is farther has the last */
   float *out;                   /* [R, T, H, DV], contiguous */
   float *columns;               /* [R, K, planes, S], where the attention that slots receive is added; or null */
   const int64_t *ends;          /* [R]: the last plane is of the token before ends[r]; null: of the last of the call,
                                  * and the columns are of this call alone: need not be zeros before */
-  /* [R, table_row], or null: where the blocks of `block` positions lie, in their order; k and v are nothing then, the
+  /* [R, table_row], or null: where the blocks of `block` positions are, in their order; k and v are nothing then, the
    * strides are those of a block, and S = table_row * block positions have a place in the table. */
   char *const *k_table, *const *v_table;
   int64_t rows, tokens, heads, kv_heads, slots, dim, dim_v;
@@ -52,7 +52,7 @@ typedef struct {
 /* Keys and values in few bits, beside the attend_args of their layer, whose slots are those of the codes.
  *
  * Vectors go through a Hadamard transform and have a scale each: codes -127..127 of 8 bits, or of 4 and 2 bits 0..2n
- * that stand for -n..n; element i of a vector of D is the field i / (D * bits / 8) of byte i % (D * bits / 8). With a
+ * that mean -n..n; element i of a vector of D is the field i / (D * bits / 8) of byte i % (D * bits / 8). With a
  * tail keys are in blocks of CODE_BLOCK positions: a channel is a vector, with scale and middle, and the vectors of a
  * block follow each other across its slots. The newest keys are also floats, transformed, in the ring of `tail` slots
  * that attend_args names: a query sees floats of its own block of positions, codes of those before it. */

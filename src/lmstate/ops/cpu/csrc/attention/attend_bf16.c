@@ -139,7 +139,7 @@ void attend_bf16(const bf16_task *t) {
     const int64_t from = t->from > on.low[0] ? t->from : on.low[0];
     const int64_t until = t->until < on.end[count - 1] ? t->until : on.end[count - 1];
     for (int64_t b = from / on.positions * on.positions; b < until; b += on.positions) {
-      /* The queries before this one stand in this block or before it: they see keys of it as floats. */
+      /* The queries before this one are in this block or before it: they see keys of it as floats. */
       const int64_t far = !t->codes ? count : t->codes->tail ? (b + SUB - start) * group - first : 0;
       const int64_t ends[2] = {far < 0 ? 0 : far < count ? far : count, count};
       for (int coded = 0; coded < 2; coded++) {

@@ -35,7 +35,7 @@ static int64_t heads_together(int64_t heads) {
 int64_t lmstate_attend_latent(const attend_latent_args *a) {
   if (a->rows == 0 || a->tokens == 0) return 0;
   const int64_t width = a->dim + a->rope_dim, n = a->rows * a->tokens * a->heads;
-  /* A group of heads is a kv head whose latents lie where those of the others do; columns are averaged over a group. */
+  /* A group of heads is a kv head whose latents are where those of the others do; columns are averaged over a group. */
   const int64_t together = a->columns ? a->heads : heads_together(a->heads);
   attend_args attend = {.k = a->latent, .v = a->latent, .k_table = a->latent_table, .v_table = a->latent_table,
                         .table_row = a->table_row, .block = a->block, .starts = a->starts, .counts = a->counts,

@@ -67,7 +67,7 @@ static void encode_vector(const float *x, int64_t n, int64_t bits, uint8_t *code
   for (int64_t d = 0; d < n; d++) codes[d % bytes] |= (uint8_t)(code_of(x[d], step, most) << d / bytes * bits);
 }
 
-/* Where what belongs to a position of a head, `bytes` long, lies among codes or scales. */
+/* Offset of one position of a head in the codes or in the scales; each position has `bytes` of them. */
 static void *code_at(const attend_args *a, const void *base, char *const *table, const codes_args *c, int64_t r,
                            int64_t h, int64_t position, int64_t bytes) {
   const int64_t slots = table ? c->block : a->slots;
@@ -75,7 +75,7 @@ static void *code_at(const attend_args *a, const void *base, char *const *table,
                   h * slots * bytes, bytes, position);
 }
 
-/* Where a key lies among the newest ones, which are floats. */
+/* Offset of a key among the newest ones, which are floats. */
 static char *tail_at(const attend_args *a, const codes_args *c, int64_t r, int64_t h, int64_t position) {
   const int64_t size = size_of((int)a->kind);
   return position_at(a->k, r * a->k_row * size, a->k_table ? a->k_table + r * a->table_row : NULL, a->block, c->tail,

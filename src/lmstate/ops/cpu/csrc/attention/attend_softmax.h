@@ -11,7 +11,7 @@ static partial_softmax part_at(const attend_args *a, float *parts, int64_t index
 }
 
 /* scores -> weights of the positions low..end, and what was summed before is scaled to the new largest score. `own`:
- * where the query stands, behind the first position of the tile; `slope`, `bias`: of its head, or 0. */
+ * position of the query, counted from the first position of the tile; `slope`, `bias`: of its head, or 0. */
 INLINE void softmax_update(const attend_args *a, float *scores, const partial_softmax *to, int64_t low, int64_t end,
                            float slope, const float *bias, int64_t own) {
   enum { VECTORS = SUB / VL };

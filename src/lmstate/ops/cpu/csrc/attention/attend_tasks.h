@@ -1,4 +1,4 @@
-/* How attention is cut: chunks of positions, tasks of one kv head over a chunk, and where their parts lie. */
+/* How attention is cut: chunks of positions, tasks of one kv head over a chunk, and where their parts are. */
 #ifndef LMSTATE_ATTEND_TASKS_H
 #define LMSTATE_ATTEND_TASKS_H
 

@@ -41,7 +41,7 @@ static void expand_codes(const uint8_t *codes, uint16_t scale, int64_t dim, int6
   else expand_kind(codes, scale, dim, CODES2, to);
 }
 
-/* What lies `ahead` bytes behind n numbers of each row. */
+/* Prefetch n numbers of each row, `ahead` bytes further on. */
 INLINE void prefetch_rows(tile_rows rows, int64_t ahead, int64_t n) {
   for (int i = 0; i < 16; i++)
     for (int64_t d = 0; d < n; d += 32) prefetch_ahead(BF16, rows.first, i * rows.stride + d, ahead);
@@ -160,7 +160,7 @@ INLINE float weigh(const float *scores, const seen *of, int64_t count, vf times,
   return vf_sum(sum);
 }
 
-/* The weights [rows, count] of positions whose scores lie in blocks [MOST_ROWS, SUB]; `count` is a multiple of SUB, and
+/* The weights [rows, count] of positions whose scores are in blocks [MOST_ROWS, SUB]; `count` is a multiple of SUB, and
  * query m sees low[m]..end[m]. What was summed before is to be multiplied by keep[m]. Each step is made for all queries
  * before the next one: one query's would wait for each other. */
 static void softmax_update_bf16(const attend_args *a, float *scores, int64_t rows, int64_t count, const int64_t *low,

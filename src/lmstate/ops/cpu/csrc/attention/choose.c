@@ -18,13 +18,13 @@ typedef struct {
   int64_t *chosen;                /* [R, T, budget]: positions in order, then -1; of blocks [R, T, H, budget] */
   int64_t rows, tokens, heads, dim, slots, budget;
   int64_t q_row, q_token, q_head, w_row, w_token, key_row, key_slot, table_row, block, kind, threads;
-  int64_t rate; /* tokens that a key stands for: it is seen when all of them are */
+  int64_t rate; /* tokens that a key represents: it is seen when all of them are */
   int64_t size, local; /* positions of a block, or 0; blocks up to the query's own that are chosen in any case */
 } choose_args;
 
-enum { RUN = 64, STRIP = 4 * VL }; /* positions that lie together, and that registers hold the scores of */
+enum { RUN = 64, STRIP = 4 * VL }; /* positions that are stored together, and that registers hold the scores of */
 
-/* Where position p of a row lies. */
+/* Offset of position p of a row. */
 INLINE const char *key_at(const choose_args *a, int64_t r, int64_t p) {
   const int64_t size = size_of((int)a->kind);
   return position_at(a->keys, r * a->key_row * size, a->table ? a->table + r * a->table_row : NULL, a->block, a->slots,
@@ -80,7 +80,7 @@ static void score_run(const choose_args *a, const float *q, const float *weights
 }
 
 /* The scores of `count` keys by each head, S apart: single products, which are the same however many there are. The
- * keys that come next lie `ahead` bytes from here. */
+ * keys that come next are `ahead` bytes from here. */
 static void score_heads(const choose_args *a, const float *q, const char *keys, int64_t ahead, int64_t count,
                         float *scores, int64_t width) {
   float tile[TILE][SUB];

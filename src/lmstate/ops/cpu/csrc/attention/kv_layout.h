@@ -1,11 +1,11 @@
-/* Where the keys and values that one kv head has stored lie, and which of them a query sees. */
+/* Where the keys and values of one kv head are stored, and which of them a query sees. */
 #ifndef LMSTATE_KV_LAYOUT_H
 #define LMSTATE_KV_LAYOUT_H
 
 #include "attention/attend_args.h"
 #include "attention/tile.h"
 
-/* Where the positions of a tile lie in a ring: in one run of slots, or two where the ring ends between them. */
+/* The slots of a ring that hold the positions of a tile: one run of slots, or two where the ring ends between them. */
 typedef struct { int64_t from[2], at[2], count[2]; } ring_ranges;
 
 /* The first position that a query at `own` sees. */
@@ -24,7 +24,7 @@ typedef void score_kind(const attend_args *a, const source *s, const float *cons
 typedef void value_kind(const attend_args *a, const source *s, const partial_softmax *to, int queries,
                         const ring_ranges *r, float (*weights)[SUB]);
 
-/* The keys, or the values, that one kv head of a row has stored: where they lie. */
+/* Address of the stored keys, or values, of one kv head of a row. */
 typedef struct {
   const char *data;      /* slot 0, of the block that is read where there is a table */
   const uint16_t *scale; /* of codes, float16: see codes_args; of slot 0 as well */
@@ -54,7 +54,7 @@ INLINE const char *slot_of(const stored *x, int64_t position) {
   return data + position % x->slots * x->bytes;
 }
 
-/* The same for the tile at b: the block that it lies in, and what comes ahead of it. */
+/* The same for the tile at b: the block that it is in, and what comes ahead of it. */
 INLINE stored at_tile(const stored *of, int64_t b) {
   stored x = *of;
   if (!x.ahead) x.ahead = SUB * x.bytes;

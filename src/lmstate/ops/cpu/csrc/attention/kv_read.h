@@ -1,4 +1,5 @@
-/* What a kv head has stored, as floats or as codes: where it lies, and the products of queries and weights with it. */
+/* The stored keys and values of a kv head, as floats or as codes: their address, and the products of queries and
+ * weights with them. */
 #ifndef LMSTATE_KV_READ_H
 #define LMSTATE_KV_READ_H
 
@@ -41,7 +42,7 @@ static __attribute__((noinline)) void add_extra_key(const attend_args *a, const 
 }
 
 /* Queries against a block of keys: q . (scale * code + middle) = (q * scale) . code + q . middle, channel by channel.
- * The codes of a channel lie side by side, so that the scores are sums of vectors of positions; those out of sight,
+ * The codes of a channel are side by side, so that the scores are sums of vectors of positions; those out of sight,
  * too. */
 INLINE void score_block(const attend_args *a, const source *s, const float *const *q, int queries, int64_t block,
                         float (*scores)[SUB], int kind) {

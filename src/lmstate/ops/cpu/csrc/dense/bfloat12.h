@@ -3,8 +3,8 @@
 #define LMSTATE_BFLOAT12_H
 #include "simd/simd.h"
 
-/* Four outputs lie together, two and two: of 64 inputs at a time the codes of both, and then their low bytes. In the
- * order in which they are read: a processor that sees a stream of lines asks for the next by itself. */
+/* Four outputs are stored together, two and two: of 64 inputs at a time the codes of both, and then their low bytes.
+ * In the order in which they are read: a processor that sees a stream of lines asks for the next by itself. */
 enum { SPAN = 64, BESIDE = 4, CODES = SPAN / 2, PAIR = 2 * (CODES + SPAN), SPAN_BYTES = BESIDE / 2 * PAIR, TABLE = 16 };
 
 typedef struct {
@@ -37,7 +37,7 @@ INLINE uint8_t *span_of(const bfloat12 *w, int64_t output, int64_t inputs, int64
   return w->spans + (output / BESIDE * (inputs / SPAN) + input / SPAN) * SPAN_BYTES;
 }
 
-/* `count` outputs that lie together, as floats of `kind`, F32 or BF16. */
+/* `count` outputs that are stored together, as floats of `kind`, F32 or BF16. */
 void unpack_bfloat12(const void *packed, int64_t outputs, int64_t inputs, int64_t first, int64_t count, int kind,
                      void *out);
 

@@ -16,7 +16,7 @@
 #include "simd/amx.h"
 #include "team.h"
 
-/* Tiles of up to TALL rows lie together, group after group, so that a product walks through them in order. */
+/* Tiles of up to TALL rows are stored together, group after group, so that a product walks through them in order. */
 enum { TALL = 8 };
 
 /* The first group of a row, and from there to its next one. */

@@ -5,9 +5,10 @@
 
 #ifdef LMSTATE_AMX
 enum { SIDE = 16 };
-/* Of fewer rows vectors are faster, which multiply weights where they lie. */
+/* With fewer rows, vector bodies are faster: they multiply weights without unpacking them to tiles. */
 enum { FEW4 = 16, FEW8 = 32 };
-/* Blocks of outputs that meet 16 rows while these are in the first cache: their sums are then written in longer runs. */
+/* Blocks of outputs that meet 16 rows while these are in the first cache: their sums are then written in longer
+ * runs. */
 enum { TOGETHER = 4, WIDTH = TOGETHER * SIDE };
 
 /* A group of 16 rows, as in `rounded`; without the second bytes where there are none. */
@@ -88,7 +89,8 @@ INLINE void add_group(const rounded_rows *x, const unpacked *w, const int32_t (*
   }
 }
 
-/* One block of outputs for the first `rows` of 16 rows. `rows`, `bits` and `bytes` are constants where this is called. */
+/* One block of outputs for the first `rows` of 16 rows. `rows`, `bits` and `bytes` are constants where this is
+ * called. */
 INLINE void amx_tile(const rounded_rows *x, const unpacked *w, int64_t groups, int rows, int bits, int bytes,
                      float (*to)[WIDTH]) {
   _Alignas(64) int32_t sums[2][2][SIDE][SIDE];

@@ -1,4 +1,4 @@
-/* Products with bfloat16 weights in pairs: activations are rounded to bfloat16, and sums along the inputs lie in the
+/* Products with bfloat16 weights in pairs: activations are rounded to bfloat16, and sums along the inputs are in the
  * lanes of a vector, so that weights are multiplied as they are stored, one row at decode and thousands at a prompt
  * alike. */
 #include "dense/bfloat12.h"
@@ -39,7 +39,8 @@ void bf16_round(const linear_args *a, const float *x, uint16_t *to, int64_t step
   }
 }
 
-/* `outputs` outputs, whose weights are the rows w[..], for `rows` rows of x; both are constants where this is called. */
+/* `outputs` outputs, whose weights are the rows w[..], for `rows` rows of x; both are constants where this is
+ * called. */
 INLINE void stored_tile(const uint16_t *x, const uint16_t *const *w, int64_t k, int rows, int outputs,
                         float (*sums)[PANEL]) {
   __m512 acc[ROWS][MOST_OUTPUTS];
@@ -59,7 +60,7 @@ INLINE void stored_tile(const uint16_t *x, const uint16_t *const *w, int64_t k, 
       vf_sum4(acc[m][n], acc[m][n + 1], acc[m][n + 2], acc[m][n + 3], sums[m] + n);
 }
 
-/* The same for outputs of a 12-bit weight, of which fours lie together: from p on, and `quad` bytes behind. */
+/* The same for outputs of a 12-bit weight, of which fours are stored together: from p on, and `quad` bytes behind. */
 INLINE void bfloat12_tile(const uint16_t *x, const uint8_t *p, int64_t quad, const uint8_t *table, int64_t k, int rows,
                           int outputs, float (*sums)[PANEL]) {
   __m512 acc[ROWS][MOST_OUTPUTS];

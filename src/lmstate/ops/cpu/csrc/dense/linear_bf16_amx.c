@@ -1,5 +1,5 @@
-/* Products with bfloat16 weights in tiles: 16 outputs by 16 rows, one row at decode and thousands at a prompt alike. The
- * weights are multiplied as they are stored, and the activations lie in pairs of inputs. */
+/* Products with bfloat16 weights in tiles: 16 outputs by 16 rows, one row at decode and thousands at a prompt alike.
+ * The weights are multiplied as they are stored, and the activations are stored in pairs of inputs. */
 #include <omp.h>
 
 #include "dense/bfloat12.h"
@@ -11,7 +11,7 @@
 /* Of a tile; inputs of one product of tiles; tiles of outputs that meet the activations of a tile of rows. */
 enum { SIDE = 16, STEP = 32, TILES = 4, WIDTH = TILES * SIDE };
 /* Inputs whose weights stay in the first cache, for one tile of rows and for many; rows that share weights where they
- * lie. */
+ * are. */
 enum { DEEP = 128, DEEPER = 256, FEW = 2 * SIDE };
 /* Of a row alone: inputs that are unpacked together, and products whose halves each thread tries both ways. */
 enum { ROW_PART = 64, TRIED = 32 };
@@ -39,14 +39,14 @@ void bf16_lay_rows(const linear_args *a, const uint16_t *from, int64_t row, int6
   }
 }
 
-/* Where the weights of some outputs and inputs lie, tile after tile, in numbers. */
+/* Where the weights of some outputs and inputs are, tile after tile, in numbers. */
 typedef struct {
   const uint16_t *at;
   int64_t row, tile, step; /* from an output to the next one, from 16 to the next 16, from 32 inputs to the next */
   int64_t prefetched;           /* bytes to ask for with each tile: those that were not while these were packed */
 } weights;
 
-/* Bytes of some outputs that lie together. */
+/* Bytes of some outputs that are stored together. */
 static int64_t bytes_of(const linear_args *a, int64_t outputs) {
   return a->kind == BFLOAT12 ? outputs / BESIDE * (a->inputs / SPAN) * SPAN_BYTES : outputs * a->inputs * 2;
 }
@@ -172,7 +172,8 @@ static void finish_tiles(const linear_args *a, const bfloat12 *in_bits, const ui
   linear_finish(a, tile[0], WIDTH, row, rows, first, count);
 }
 
-/* The sums of 16 outputs for a row alone, in vectors: these take weights as they come, where tiles wait for the memory. */
+/* The sums of 16 outputs for a row alone, in vectors: these take weights as they come, where tiles wait for the
+ * memory. */
 INLINE vf row_sums(const linear_args *a, const bfloat12 *in_bits, const float *x, int64_t first) {
   const int64_t k = a->inputs, last = a->outputs - 1;
   _Alignas(64) __m512i words[ROW_PART / STEP][SIDE];

@@ -67,7 +67,7 @@ INLINE void float_tile(const float *x, const void *w, const int64_t *at, int64_t
   UNROLL for (int m = 0; m < rows; m++) vf_sum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3], sums[m]);
 }
 
-/* The same for inputs begin..end of outputs that lie in `w` as `pack_outputs` put them. */
+/* The same for inputs begin..end of outputs that are in `w` as `pack_outputs` put them. */
 INLINE void packed_tile(const float *x, const float *w, int64_t k, int64_t begin, int64_t end, int rows,
                         open_sums before, float (*sums)[PANEL]) {
   open_sums acc;
@@ -120,8 +120,8 @@ static void packed_tiles(const float *x, const float *w, int64_t k, int64_t begi
 /* Rows that share the numbers of a 12-bit weight while they are taken apart. */
 enum { HIGH12 = HIGH < 4 ? HIGH : 4 };
 
-/* The outputs of a 12-bit weight that lie together from `first` on, for `rows` rows, a constant where this is called,
- * as they are stored. */
+/* The outputs of a 12-bit weight that are stored together from `first` on, for `rows` rows, a constant where this is
+ * called, as they are stored. */
 INLINE void bfloat12_tile(const bfloat12 *w, const float *x, int64_t k, int64_t first, int rows, float (*sums)[PANEL]) {
   const uint8_t *p = span_of(w, first, k, 0);
   vf acc[HIGH12][BESIDE];

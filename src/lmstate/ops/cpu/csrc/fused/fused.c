@@ -149,7 +149,7 @@ static int64_t run_sublayers(const fused_args *run, workspace *all, const fused_
     products = larger(products, fewer.products);
     if (fewer.between > between) between = fewer.between;
   }
-  products = (products + 63) / 64 * 64; /* what lies between may be more than floats */
+  products = (products + 63) / 64 * 64; /* what is between may need more than floats */
   /* A sublayer reads one stream or two, and writes a third; beside them is what was gathered. */
   const int64_t inputs = ragged ? n * first.into.inputs : 0, residuals = added ? n * first.out.outputs : 0;
   const int64_t floats = between + (3 * n + n_kept) * width + inputs + residuals;

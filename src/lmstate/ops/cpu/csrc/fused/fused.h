@@ -130,7 +130,7 @@ typedef struct {
   int64_t status; /* of the first attend_begin that failed */
 } workspace;
 
-/* The products of a sublayer, but for x, y and residual, the bytes that they need, and how many floats lie between
+/* The products of a sublayer, but for x, y and residual, the bytes that they need, and how many floats are between
  * them. */
 typedef struct {
   linear_args into, beside, out; /* beside: of the same x as `into`, where its weight is not null */

@@ -101,7 +101,7 @@ static void gate_per_feature(const attention_args *a, int64_t n, const float *qk
   team_barrier();
 }
 
-/* seen[token, head] *= sigmoid(the head's own number, which stands last) */
+/* seen[token, head] *= sigmoid(the head's gate, which is the last number of the head) */
 static void gate_per_head(const attention_args *a, int64_t n, const float *qkv, float *seen) {
   const int64_t width = qkv_width(a);
 #pragma omp for schedule(static) nowait

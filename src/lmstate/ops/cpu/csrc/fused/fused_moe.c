@@ -10,7 +10,7 @@
 
 enum { FEATURES = 256 }; /* of a token that a thread adds up at a time */
 
-/* Between the products. A visit is a token at one of its experts; V = N * top_k of them stand in the order of
+/* Between the products. A visit is a token at one of its experts; V = N * top_k of them are in the order of
  * the experts, so that those of one expert follow each other. */
 typedef struct {
   linear_args *ups, *downs; /* of the experts visited, then of the shared one */

@@ -48,7 +48,7 @@ void conv_token(const causal_conv_args *a, int64_t row, int64_t t, int64_t first
   }
 }
 
-/* The new tail, and that at a mark; where they lie in place of the old one, nobody reads that any more. */
+/* The new tail, and the one at a mark. They may overwrite the old tail, which nobody reads after this. */
 static void keep_tail(const causal_conv_args *a, int64_t row, int64_t first, int64_t last) {
   const int64_t count = real_tokens(a->counts, row, a->tokens), before = a->kernel - 1;
   const size_t bytes = (size_t)(last - first) * sizeof(float);

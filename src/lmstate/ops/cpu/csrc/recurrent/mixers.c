@@ -1,4 +1,5 @@
-/* What lies between a recurrent mixer's projections, in one parallel region: convolution, recurrence, gate and norm. */
+/* What is computed between a recurrent mixer's projections, in one parallel region: convolution, recurrence, gate
+ * and norm. */
 #include "recurrent/mixers.h"
 #include "layout.h"
 

@@ -1,6 +1,6 @@
-/* What lies between a recurrent mixer's projections. Each `_run` is for every thread of a parallel region that is open,
- * of at most `threads`, with memory of that many floats that they share; when it returns, all of the result is
- * there. */
+/* What is computed between a recurrent mixer's projections. Each `_run` is for every thread of a parallel region
+ * that is open, of at most `threads`, with memory of that many floats that they share; when it returns, all of the
+ * result is there. */
 #ifndef LMSTATE_MIXERS_H
 #define LMSTATE_MIXERS_H
 #include "recurrent/recurrent.h"

@@ -1,5 +1,5 @@
 /* What the recurrences share. They take the tokens of a row in runs of RUN, so that what a run reads stays in the first
- * cache; between runs the state lies in the new carry. A token's arithmetic is the same wherever a run begins and ends.
+ * cache; between runs the state is in the new carry. A token's arithmetic is the same wherever a run begins and ends.
  * The old carry is never written, and tokens from a row's count on are never read. */
 #ifndef LMSTATE_RECURRENT_H
 #define LMSTATE_RECURRENT_H
@@ -23,7 +23,7 @@ INLINE void store_some(float *p, vf x, int64_t n) {
 }
 
 /* Fetch n numbers that will be read, and n that will be written (null: none), into the second cache: single tokens are
- * bound by memory, and their carries lie in short runs. */
+ * bound by memory, and their carries are in short runs. */
 INLINE void ahead(const float *from, float *to, int64_t n) {
   for (int64_t i = 0; i < n; i += 16) {
     __builtin_prefetch(from + i, 0, 1);
@@ -39,7 +39,7 @@ INLINE int64_t real_tokens(const int64_t *counts, int64_t row, int64_t tokens) {
   return n < 0 ? 0 : at_most(n, tokens);
 }
 
-/* Where token t of row r is: tokens lie `token` apart, and rows `row`, or without padding each behind the begins[r]
+/* Where token t of row r is: tokens are `token` apart, and rows `row`, or without padding each behind the begins[r]
  * tokens of those before it. */
 INLINE int64_t token_at(const int64_t *begins, int64_t r, int64_t t, int64_t row, int64_t token) {
   return begins ? (begins[r] + t) * token : r * row + t * token;

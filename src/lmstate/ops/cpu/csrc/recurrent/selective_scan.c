@@ -1,7 +1,7 @@
 /* The selective scan of Mamba-1: h [N] a channel, h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t, y_t = C_t^T h_t + D x_t.
  * dt_t may come before its softplus, and y_t may be multiplied by silu(gate_t).
  *
- * The states of four channels lie in registers while the tokens of a run pass them. */
+ * The states of four channels stay in registers while the tokens of a run pass them. */
 #include "recurrent/recurrent.h"
 #include "layout.h"
 
@@ -20,7 +20,7 @@ typedef struct {
 
 enum { TALL = 4, WIDE = 16 / VL, CHANNELS = 64 }; /* CHANNELS: that a thread takes at a time */
 
-/* Channels f.. and states n.. over `count` tokens from `first` on, whose dt lie CHANNELS apart; `whole` as in the state
+/* Channels f.. and states n.. over `count` tokens from `first` on, whose dt are CHANNELS apart; `whole` as in the state
  * space of Mamba-2. */
 INLINE void tile(const selective_scan_args *a, int64_t r, int64_t first, int64_t count, int64_t f, int64_t n,
                  const float *dt, const float *from, float *to, int whole) {

@@ -1,6 +1,6 @@
 /* The state space of Mamba-2: S [P, N] a head, S_t = decay_t S_{t-1} + w_t x_t B_t^T, y_t = S_t C_t + D x_t.
  *
- * A tile of the state lies in registers while the tokens of a run pass it. */
+ * A tile of the state stays in registers while the tokens of a run pass it. */
 #include "recurrent/recurrent.h"
 #include "layout.h"
 

@@ -23,7 +23,7 @@ typedef struct {
   uint8_t rows[16];
 } tile_shapes;
 
-/* Between these two a thread has tiles: sums in those up to 3, in 4 what lies in fours or pairs of inputs, in the others
+/* Between these two a thread has tiles: sums in those up to 3, in 4 what is in fours or pairs of inputs, in the others
  * 16 rows of `bytes` each. */
 __attribute__((target("amx-tile"))) static inline void begin_tiles(int bytes) {
   tile_shapes shapes = {.palette = 1};
@@ -57,8 +57,8 @@ INLINE vf end_flushing(unsigned before, vf sum) {
   return sum;
 }
 
-/* What a tile adds to 16 sums, to the bit where `adds_as_tiles`: products of 32 numbers, which are floats, with those of
- * 16 others, which lie in pairs; even ones and odd ones apart (Intel SDM, volume 2, TDPBF16PS). */
+/* What a tile adds to 16 sums, to the bit where `adds_as_tiles`: products of 32 numbers, which are floats, with
+ * those of 16 others, which are stored in pairs; even ones and odd ones apart (Intel SDM, volume 2, TDPBF16PS). */
 INLINE vf add_as_tile(const float *x, const __m512i *pairs, vf sum) {
   const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
   vf even = vf_zero(), odd = vf_zero();

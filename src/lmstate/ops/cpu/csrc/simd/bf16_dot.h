@@ -18,7 +18,8 @@ enum { WIDE = 64, ROWS = 6 }; /* sums that are made together: as many as there a
 #define LMSTATE_BF16_DOT
 
 /* Whether they are faster than twice as many products of floats: those of Intel's vector units are not, and
- * LMSTATE_BF16_DOT=1 or 0 says otherwise. The same for all products of a process, and for all processes of a machine. */
+ * LMSTATE_BF16_DOT=1 or 0 says otherwise. The same for all products of a process, and for all processes of a
+ * machine. */
 int uses_bf16_dot(void);
 
 /* Sixteen vectors of sixteen lanes: lane j of vector i becomes lane i of vector j. */
@@ -47,7 +48,7 @@ INLINE void transpose16(__m512i *r) {
   UNROLL16 for (int i = 0; i < 16; i++) r[i] = t[i];
 }
 
-/* Sixteen rows of numbers, `stride` numbers apart; `ahead` bytes behind each lies what to ask for, if not 0. */
+/* Sixteen rows of numbers, `stride` numbers apart; `ahead` bytes behind each is what to ask for, if not 0. */
 typedef struct { const uint16_t *first; int64_t stride, ahead; } tile_rows;
 
 /* From number `at` on, up to 16 pairs of each row -> of each pair, that of all rows. */
@@ -78,8 +79,8 @@ static __attribute__((unused)) void round_pairs(const float *x, int64_t n, uint1
   for (int64_t i = whole; i < n; i++) y[i] = float_to_bf16(x[i]);
 }
 
-/* y[m] = the sums over n numbers of x[m] times those of WIDE others, which lie in pairs [n / 2, WIDE]. `rows` is a
- * constant where this is called. */
+/* y[m] = the sums over n numbers of x[m] times those of WIDE others, which are stored in pairs [n / 2, WIDE]. `rows`
+ * is a constant where this is called. */
 INLINE void sums(const uint16_t *x, const uint32_t *w, int64_t n, int rows, float *y) {
   enum { VECTORS = WIDE / VL };
   __m512 acc[ROWS][VECTORS];

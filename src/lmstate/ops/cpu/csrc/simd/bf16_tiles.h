@@ -14,7 +14,7 @@ static inline void begin_tile_sums(void) {
 }
 
 /* Add to the sums of 16 rows those over n numbers, a multiple of 32, of rows of x, `stride` numbers apart, times those
- * of WIDE others, which lie in pairs [n / 2, WIDE]. */
+ * of WIDE others, which are stored in pairs [n / 2, WIDE]. */
 static inline void add_tile_sums(const uint16_t *x, int64_t stride, const uint32_t *w, int64_t n) {
   for (int64_t i = 0; i < n; i += 32, w += 16 * WIDE) {
     TILE_LOAD(4, x + i, stride * 2);
@@ -36,7 +36,7 @@ static inline void end_tile_sums(float *y, int64_t stride) {
   _tile_stored(3, y + 48, stride * 4);
 }
 
-/* y[m] = the sums over n numbers, a multiple of 32, of x[m] times those of WIDE others, which lie in pairs
+/* y[m] = the sums over n numbers, a multiple of 32, of x[m] times those of WIDE others, which are stored in pairs
  * [n / 2, WIDE]: of 16 or 32 rows, which must be there to be read and written. */
 static inline void sums_in_tiles(const uint16_t *x, const uint32_t *w, int64_t n, int64_t rows, float *y,
                                  int64_t stride) {
@@ -74,7 +74,8 @@ static inline void sums_in_tiles(const uint16_t *x, const uint32_t *w, int64_t n
     for (int r = 0; r < 16; r++, next += (x).stride * 2) __builtin_prefetch(next, 0, 1); \
   } while (0)
 /* The same bits from the other side: columns[m] = the sums of row m of WIDE others, as they are stored, times 16 x,
- * which lie in pairs [n / 2, WIDE]. Row after row: the processor's own prefetch goes on with what is read in order. */
+ * which are stored in pairs [n / 2, WIDE]. Row after row: the processor's own prefetch goes on with what is read in
+ * order. */
 static inline void scores_in_tiles(const tile_rows *others, const uint32_t *x, int64_t n, float (*columns)[16][16]) {
   begin_tile_sums();
 #define ADD_ROWS(t, tile) \

@@ -57,7 +57,7 @@ INLINE uint16_t float_to_f16_bits(float f) { /* round to nearest even */
 }
 
 /* A group of 32 activations in one byte each, x = scale * q[0], or in two, x = scale * (256 q[0] + q[1]), a product for
- * each byte. The second is left out of memory where there is one: groups lie `rounded_size` apart. */
+ * each byte. The second is left out of memory where there is one: groups are `rounded_size` apart. */
 enum { GROUP = 32 };
 typedef struct {
   int32_t sum; /* of the integers */
@@ -70,7 +70,7 @@ INLINE const rounded *rounded_at(const rounded *x, int64_t group, int bytes) {
   return (const rounded *)((const char *)x + group * rounded_size(bytes));
 }
 
-/* Where input i of a span of bfloat12.h lies in it: so that bytes which are put side by side, and then taken apart by
+/* Where input i of a span of bfloat12.h is in it: so that bytes which are put side by side, and then taken apart by
  * parity, come in order. */
 INLINE int place_of(int i) { return 16 * (i / 4 % 4) + 8 * (i / 32) + 2 * (i % 4) + i / 16 % 2; }
 
