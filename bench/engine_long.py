@@ -92,8 +92,8 @@ def stall(model: lmstate.Model, prompt: int, streams: int, bound: float) -> Stal
     usual = median(after - before for before, after in every if after < begin or before > end)
     gaps = sorted(after - before for before, after in every if begin < after <= end)
     p99, high = (gaps[int(part * (len(gaps) - 1))] for part in (0.99, 0.999))
-    ratios = [seconds / usual for seconds in (gaps[-1], median(gaps), p99, high)]
-    return Stall(usual, gaps[-1], *ratios, len(gaps), end - begin)
+    largest, middle, p99, high = (seconds / usual for seconds in (gaps[-1], median(gaps), p99, high))
+    return Stall(usual, gaps[-1], largest, middle, p99, high, len(gaps), end - begin)
 
 
 @dataclass(frozen=True)
