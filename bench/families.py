@@ -98,7 +98,15 @@ def table() -> str:
         lines.append(f"| {family} | {loads} | {files} | yes | {tools} | {thoughts} |")
     seeing = f"Checkpoints of these types read [pictures](state.md#pictures): {', '.join(sorted(SEEING))}."
     hearing = f"Checkpoints of these types read [sounds](state.md#sounds): {', '.join(sorted(HEARING))}."
-    return "\n".join([*lines, "", *_left_out(), "", seeing, hearing])
+    return "\n".join([*lines, "", _drafters(), "", *_left_out(), "", seeing, hearing])
+
+
+def _drafters() -> str:
+    names = sorted(name for name, arch in ARCHITECTURES.items() if arch.drafter)
+    return (
+        f"Of the {len(ARCHITECTURES)} architectures of GGUF, these draft for another model "
+        f"([`load(heads=...)`](speculation.md#heads-that-are-published-apart)): {', '.join(names)}."
+    )
 
 
 def _left_out() -> Iterator[str]:

@@ -55,8 +55,8 @@ def load(
     adaption prompts. It runs beside the weights, or `merge` puts it into them. Several by name: `model.adapted(name)`
     runs one of them, or one for each row.
     heads: also load the checkpoint's multi-token prediction heads, to draft with (`generate(draft="heads")`; "auto"
-    uses them too). Each is one more layer, which every state of the model then keeps and every step runs. Or the folder
-    or Hub id of a head that was published apart (EAGLE-3, DFlash, Gemma 4's assistants).
+    uses them too). Each is one more layer, which every state of the model then keeps and every step runs. Or the path
+    or Hub id of a head that was published apart (EAGLE-3, DFlash, Gemma 4's assistants), a folder or a .gguf file.
     activations: bits of the activations that int4 and int8 weights multiply on the CPU, 8 or 16; "auto" is 8 for the
     quantized tensors of a GGUF file, as in llama.cpp, and 16 elsewhere. With 8, prompts are faster and perplexity is
     some tenths of a percent higher; heads keep 16.

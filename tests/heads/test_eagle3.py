@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import lmstate
 from lmstate.errors import ModelError
+from tests.files.ggufs import write
+from tests.files.test_gguf_attention import metadata
 from tests.heads.published import altered, check_greedy, check_no_bit, target_of
 from tests.heads.test_drafts import prompts_of
 from tests.zoo import VOCAB, randomize
@@ -22,12 +24,22 @@ from tests.zoo import VOCAB, randomize
 KNOWN = 40
 """Tokens that the small heads know."""
 TARGETS = ("llama", "qwen3_next", "gemma3")
+NAMES = {  # of GGUF
+    "fc": "fc", "norm": "output_norm", "lm_head": "output", "input_norm": "enc.output_norm",
+    "midlayer.hidden_norm": "blk.0.attn_norm_2", "midlayer.input_layernorm": "blk.0.attn_norm",
+    "midlayer.post_attention_layernorm": "blk.0.ffn_norm", "midlayer.self_attn.o_proj": "blk.0.attn_output",
+    **{f"midlayer.self_attn.{part}_proj": f"blk.0.attn_{part}" for part in "qkv"},
+    **{f"midlayer.mlp.{part}_proj": f"blk.0.ffn_{part}" for part in ("gate", "up", "down")},
+}  # fmt: skip
 
 
 class Reference(nn.Module):
-    """The head on layers of `transformers`: a Llama layer whose projections read the embedding too."""
+    """The head on layers of `transformers`: a Llama layer whose projections read the embedding too.
 
-    def __init__(self, target: Any, taps: tuple[int, ...]) -> None:
+    `normed`: it norms what it fuses, and adds to the normed stream, as EAGLE 3.1 and Red Hat's heads do.
+    """
+
+    def __init__(self, target: Any, taps: tuple[int, ...], normed: bool = False) -> None:
         from transformers import LlamaConfig
         from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
@@ -37,7 +49,9 @@ class Reference(nn.Module):
             vocab_size=VOCAB, hidden_size=hidden, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
             num_key_value_heads=2, head_dim=16, attn_implementation="eager",
         )  # fmt: skip
-        self.taps = taps
+        self.taps, self.normed = taps, normed
+        if normed:
+            self.input_norm = LlamaRMSNorm(3 * hidden, 1e-6)
         self.midlayer = LlamaDecoderLayer(self.config, 0)
         for part, height in (("q", 64), ("k", 32), ("v", 32)):
             setattr(self.midlayer.self_attn, f"{part}_proj", nn.Linear(2 * hidden, height, bias=False))
@@ -47,35 +61,43 @@ class Reference(nn.Module):
         self.norm = LlamaRMSNorm(hidden, 1e-6)
         self.lm_head = nn.Linear(hidden, KNOWN, bias=False)
 
+    def fused(self, streams: Tensor) -> Tensor:
+        return self.fc(self.input_norm(streams) if self.normed else streams)
+
     def forward(self, embedded: Tensor, before: Tensor) -> Tensor:
         """The stream behind the layer, of tokens 1.. and what was handed on of those before them, `[T, E]` each."""
         layer, length = self.midlayer, len(before)
-        x = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(before)], dim=-1)[None]
+        normed = layer.hidden_norm(before)
+        x = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)[None]
         mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
         mixed, _ = layer.self_attn(x, self.rotary(x, torch.arange(length)[None]), mask)
-        mixed = mixed + before
+        mixed = mixed + (normed if self.normed else before)
         return (mixed + layer.mlp(layer.post_attention_layernorm(mixed)))[0]
 
 
 class Pair:
     """A target of `transformers` and a head for it, and both in lmstate."""
 
-    def __init__(self, case: str, folder: Path) -> None:
+    def __init__(self, case: str, folder: Path, normed: bool = False) -> None:
+        self.folder = folder
         self.target = target_of(case)
-        self.head = Reference(self.target, (2, 4, 5)).eval()
+        self.head = Reference(self.target, (2, 4, 5), normed).eval()
         randomize(self.head, seed=1)
         generator = torch.Generator().manual_seed(2)
         self.known = torch.randperm(VOCAB, generator=generator)[:KNOWN].sort().values
         self.target.save_pretrained(folder / "target")
         save(folder / "head", self.head, self.known)
-        self.ours = lmstate.load(folder / "target", weights="float32", heads=folder / "head")
+        self.ours = self.load("head")
+
+    def load(self, head: str) -> lmstate.Model:
+        return lmstate.load(self.folder / "target", weights="float32", heads=self.folder / head)
 
     def ahead(self, tokens: list[int], drafted: int) -> Tensor:
         """The logits of the next token, from scratch; the last `drafted` tokens are of the head itself."""
         whole = torch.tensor([tokens])
         with torch.no_grad():
             streams = self.target(whole[:, : len(tokens) - 1 - drafted], output_hidden_states=True).hidden_states
-            before = self.head.fc(torch.cat([streams[tap][0] for tap in self.head.taps], dim=-1))
+            before = self.head.fused(torch.cat([streams[tap][0] for tap in self.head.taps], dim=-1))
             embedded = nn.functional.embedding(whole[0, 1:], self.target.get_input_embeddings().weight)
             for _ in range(drafted):
                 stream = self.head(embedded[: len(before)], before)
@@ -92,6 +114,7 @@ def save(folder: Path, head: Reference, known: Tensor) -> None:
     tensors |= {"d2t": known - torch.arange(KNOWN), "t2d": mask}
     save_file(tensors, folder / "model.safetensors")
     config = head.config.to_dict() | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": KNOWN}
+    config |= dict.fromkeys(("norm_before_residual", "norm_before_fc"), head.normed)
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -100,15 +123,42 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
     return lru_cache(lambda case: Pair(case, tmp_path_factory.mktemp(case)))
 
 
+def save_gguf(path: Path, head: Reference, known: Tensor, *, copies: tuple[str, ...] = ("lm_head",)) -> None:
+    """The head as llama.cpp's converter writes it; of its own matrices those of `copies`."""
+    config, tensors = head.config, {}
+    for full, tensor in head.state_dict().items():
+        stem = full.removesuffix(".weight")
+        if stem != "lm_head" or stem in copies:
+            tensors[f"{NAMES[stem]}.weight"] = tensor
+    for part, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):
+        rows = tensors[f"blk.0.attn_{part}.weight"]
+        tensors[f"blk.0.attn_{part}.weight"] = (
+            rows.view(heads, 2, -1, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
+        )
+    arrays: dict[str, Any] = {name: tensor.contiguous().numpy() for name, tensor in tensors.items()}
+    values = metadata(
+        config, "eagle3", target_layers=list(head.taps), target_hidden_size=config.hidden_size,
+        norm_before_residual=head.normed, norm_before_fc=head.normed,
+    )  # fmt: skip
+    values["tokenizer.ggml.tokens"] = [f"t{index}" for index in range(VOCAB)]
+    if "lm_head" in copies:
+        arrays["d2t"] = known.numpy()
+    write(path, "eagle3", values, arrays)
+
+
 @pytest.mark.parametrize("case", TARGETS)
 def test_a_draft_is_what_the_head_says(case: str, pairs: Callable[[str], Pair]) -> None:
-    made = pairs(case)
+    check_drafts(pairs(case), pairs(case).ours)
+
+
+def check_drafts(made: Pair, model: lmstate.Model) -> None:
+    """What a model drafts is what the layers of `transformers` say."""
     rows = prompts_of(9, 4, 17)
-    state = made.ours.new_state(3)
-    logits = made.ours(rows, state)
+    state = model.new_state(3)
+    logits = model(rows, state)
     assert logits is not None
     last = {row: int(logits[row].argmax()) for row in (0, 2)}
-    drafts = made.ours.draft_ahead(state, last, 4)
+    drafts = model.draft_ahead(state, last, 4)
     for row, draft in drafts.items():
         assert draft.tokens
         for at, (token, confidence) in enumerate(zip(draft.tokens, draft.confidence)):
@@ -124,6 +174,32 @@ def test_greedy_with_a_published_head_equals_greedy_without(case: str, pairs: Ca
 @pytest.mark.parametrize("case", TARGETS)
 def test_the_head_changes_no_bit_of_its_model(case: str, pairs: Callable[[str], Pair]) -> None:
     check_no_bit(pairs(case).ours)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_head_in_gguf_is_the_head_in_its_folder(normed: bool, tmp_path: Path) -> None:
+    made = Pair("llama", tmp_path, normed)
+    save_gguf(tmp_path / "head.gguf", made.head, made.known)
+    model = made.load("head.gguf")
+    assert model.fingerprint == made.ours.fingerprint
+    check_drafts(made, model)
+    check_greedy(model)
+    check_no_bit(model)
+
+
+def test_a_head_in_gguf_without_an_output_has_that_of_its_model(tmp_path: Path) -> None:
+    made = Pair("llama", tmp_path)
+    made.head.lm_head, made.known = made.target.get_output_embeddings(), torch.arange(VOCAB)
+    save_gguf(tmp_path / "head.gguf", made.head, made.known, copies=())
+    check_drafts(made, made.load("head.gguf"))
+
+
+def test_a_head_is_no_model_by_itself(tmp_path: Path) -> None:
+    made = Pair("llama", tmp_path)
+    save_gguf(tmp_path / "head.gguf", made.head, made.known)
+    for path in ("head", "head.gguf"):
+        with pytest.raises(ModelError, match="drafts for another model"):
+            lmstate.load(tmp_path / path)
 
 
 def test_names_of_other_tools_are_the_same_head(tmp_path: Path) -> None:

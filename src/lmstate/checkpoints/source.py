@@ -92,5 +92,13 @@ class Source(Protocol):
         ...
 
 
+class IntegerSource(Source, Protocol):
+    """A checkpoint that also has tensors of whole numbers: the maps between the tokens of a drafter and a model."""
+
+    def integers(self, name: str) -> Tensor:
+        """A tensor of whole numbers, int64. Raises `ModelError` where there is none of that name."""
+        ...
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -281,14 +281,14 @@ def load_drafter(name: str, device: str | None = None) -> str | Model:
 
 
 def published_head(draft: str) -> Literal[False] | Path:
-    """The folder of the head that `--draft` names; False where it names none."""
+    """The folder or file of the head that `--draft` names; False where it names none."""
     from lmstate.checkpoints.hub import resolve
     from lmstate.models.heads.published import is_published_head
 
     if draft in DRAFTERS:
         return False
-    folder = resolve(draft)
-    return folder if is_published_head(folder) else False
+    path = resolve(draft)
+    return path if is_published_head(path) else False
 
 
 def kv_storage(bits: KVWidth | None) -> Quantized | None:

@@ -52,10 +52,10 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 HFConfig = dict[str, Any]
 Tensors = dict[str, TensorPlace]
 Extra = Callable[[Config, str, HFConfig, Tensors], None]
-Change = Literal["convolution", "vector", "decay", "decay vector", "rate", "one more"]
+Change = Literal["convolution", "vector", "decay", "decay vector", "rate", "one more", "token ids"]
 """Change that the converter made to a tensor. In order: it took the middle axis out of a convolution's taps [F, 1, C];
 gave a vector another shape; stored -exp(A_log) for A_log; both of these; stored exp(A_log); added 1 to a norm's
-weight."""
+weight. The last: stored token ids for their differences from their places."""
 
 
 Spans = Literal["rows", "row each", "columns"]
@@ -100,6 +100,7 @@ class Architecture:
     `whole_rope`: all of a head rotates, whatever the file says.
     `hybrid`: not every layer has attention or a feed-forward part; their counts may be 0.
     `varied`: they differ from layer to layer, which `extra` sorts out.
+    `drafter`: drafts for another model, whose embedding it may read instead of one of its own.
     `also`: the other model types that `extra` may make of it.
     `extra(metadata, prefix, config, tensors)` adds what only this architecture has to the config.
     """
@@ -120,6 +121,7 @@ class Architecture:
     whole_rope: bool = False
     hybrid: bool = False
     varied: bool = False
+    drafter: bool = False
     also: tuple[str, ...] = ()
 
 

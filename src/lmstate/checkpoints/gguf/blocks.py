@@ -34,7 +34,9 @@ class BlockFormat:
     @property
     def dtype(self) -> torch.dtype | None:
         """The torch dtype, for formats that are plain numbers."""
-        return {0: torch.float32, 1: torch.float16, 26: torch.int32, 30: torch.bfloat16}.get(self.type_id)
+        return {0: torch.float32, 1: torch.float16, 26: torch.int32, 27: torch.int64, 30: torch.bfloat16}.get(
+            self.type_id
+        )
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
@@ -130,6 +132,7 @@ FORMATS = {
     "F16": BlockFormat(1, 1, 2, "float16"),
     "BF16": BlockFormat(30, 1, 2, "bfloat16"),
     "I32": BlockFormat(26, 1, 4, "float32"),  # tables of numbers of experts
+    "I64": BlockFormat(27, 1, 8, "float32"),  # ids of tokens
     "Q4_0": BlockFormat(2, 32, 18, "int4", _q4_0),
     "Q4_1": BlockFormat(3, 32, 20, "int4", _q4_1),
     "Q5_0": BlockFormat(6, 32, 22, "int8", _q5_0),

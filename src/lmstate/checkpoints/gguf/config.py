@@ -30,6 +30,7 @@ from lmstate.checkpoints.gguf.architecture import (
 from lmstate.checkpoints.gguf.architectures.chosen import CHOSEN
 from lmstate.checkpoints.gguf.architectures.delta import DELTAS
 from lmstate.checkpoints.gguf.architectures.dense import DENSE
+from lmstate.checkpoints.gguf.architectures.drafters import DRAFTERS
 from lmstate.checkpoints.gguf.architectures.latent import LATENTS
 from lmstate.checkpoints.gguf.architectures.llama_like import LLAMA_LIKE
 from lmstate.checkpoints.gguf.architectures.mamba import HYBRIDS
@@ -129,6 +130,7 @@ ARCHITECTURES = {
     **SPARSER,
     **LATENTS,
     **CHOSEN,
+    **DRAFTERS,
 }
 
 
@@ -147,12 +149,8 @@ def config_of(contents: GgufContents, rope_factors: dict[str, list[float]], wher
     """The model's config.json, from metadata. `rope_factors`: the values of those `ROPE_TENSORS` that are there."""
     metadata, tensors = Config(contents.metadata, where), contents.tensors
     prefix, arch = architecture(metadata)
-    if "token_embd.weight" not in tensors:
-        raise ModelError(f"{where} has no tensor 'token_embd.weight'; the file is incomplete")
-    embedding = tensors["token_embd.weight"].shape
     hidden = metadata.int(f"{prefix}.embedding_length", 1, MOST_WIDTH)
-    if len(embedding) != 2 or embedding[1] != hidden:
-        raise ModelError(f"{where}: its embedding has the shape {embedding} and its metadata say a width of {hidden}")
+    vocab = _vocab_size(metadata, tensors, hidden, arch.drafter)
     layers = metadata.int(f"{prefix}.block_count", 1, MOST_LAYERS)
     least = 0 if arch.hybrid else 1
     heads = _of_layers(metadata, f"{prefix}.attention.head_count", layers, None, least, arch.varied)
@@ -170,7 +168,7 @@ def config_of(contents: GgufContents, rope_factors: dict[str, list[float]], wher
         "hidden_act": "silu",
         **_eps(arch, metadata, prefix),
         "max_position_embeddings": metadata.int(f"{prefix}.context_length", 1),
-        "vocab_size": embedding[0],
+        "vocab_size": vocab,
         "tie_word_embeddings": "output.weight" not in tensors,
         "rope_theta": metadata.float(f"{prefix}.rope.freq_base", 1e-3, 1e18, default=10000.0),
     }
@@ -185,10 +183,24 @@ def config_of(contents: GgufContents, rope_factors: dict[str, list[float]], wher
         if "original_max_position_embeddings" in scaling:
             config["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
     for key in ("bos", "eos"):
-        config[f"{key}_token_id"] = special_id(metadata, key, embedding[0])
+        config[f"{key}_token_id"] = special_id(metadata, key, vocab)
     if arch.extra is not None:
         arch.extra(metadata, prefix, config, tensors)
     return config
+
+
+def _vocab_size(metadata: Config, tensors: dict[str, TensorPlace], hidden: int, drafter: bool) -> int:
+    """The tokens of the embedding; of a drafter without one, those of the tokenizer."""
+    place = tensors.get("token_embd.weight")
+    if place is None and drafter:
+        return len(metadata.strs("tokenizer.ggml.tokens"))
+    if place is None:
+        raise ModelError(f"{metadata.where} has no tensor 'token_embd.weight'; the file is incomplete")
+    if len(place.shape) != 2 or place.shape[1] != hidden:
+        raise ModelError(
+            f"{metadata.where}: its embedding has the shape {place.shape} and its metadata say a width of {hidden}"
+        )
+    return place.shape[0]
 
 
 def _eps(arch: Architecture, metadata: Config, prefix: str) -> dict[str, float]:

@@ -84,7 +84,7 @@ class GgufSource:
         form = FORMATS[place.format]
         if form.dtype is not None:
             plain = self._files[place.part].tensor(offset, shape, form.dtype)
-            numbers: Tensor | GroupedQuant = plain.float() if form.dtype is torch.int32 else plain
+            numbers: Tensor | GroupedQuant = plain if form.dtype.is_floating_point else plain.float()
         else:
             blocks = shape[-1] // form.numbers
             raw = self._files[place.part].tensor(offset, (*shape[:-1], blocks * form.nbytes), torch.uint8)
@@ -100,6 +100,14 @@ class GgufSource:
             order = located.tiled.order(shape[-1] if located.tiled.columns else shape[0])
             return _columns(numbers, order) if located.tiled.columns else _rows(numbers, order)
         return numbers
+
+    def integers(self, name: str) -> Tensor:
+        located = self._tensors.get(name)
+        dtype = None if located is None else FORMATS[located.place.format].dtype
+        if located is None or dtype is None or dtype.is_floating_point:
+            raise ModelError(f"{self.path} lacks the whole numbers {name!r}; the file is incomplete")
+        numbers = self._files[located.place.part].tensor(located.start, located.stored_shape, dtype).long()
+        return numbers - torch.arange(len(numbers)) if located.change == "token ids" else numbers
 
     def _undone(self, numbers: Tensor | GroupedQuant, located: TensorLocation, name: str) -> Tensor:
         """A small tensor as it was before the converter changed it."""

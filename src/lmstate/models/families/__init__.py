@@ -214,6 +214,7 @@ def build(w: WeightLoader) -> Model:
     from lmstate.checkpoints.renamed import require_head
     from lmstate.checkpoints.text_model import TextModelSource
     from lmstate.models.families.builders.defaults import completed
+    from lmstate.models.heads.published import is_drafter
     from lmstate.models.layers.rope import stretched
 
     whole = w.config.fields("thinker_config", default=w.config) or w.config  # of a model that also speaks
@@ -223,6 +224,11 @@ def build(w: WeightLoader) -> Model:
     if family == "paligemma" and text is not None:  # both directions in front of an answer, whatever the text's config
         text = Config({**text, "use_bidirectional_attention": False, "whole_pictures": True}, text.where)
     family = (w.config if text is None else text).str("model_type")
+    if is_drafter(w.source.config):
+        raise ModelError(
+            f"{w.source.path} drafts for another model and is not one by itself; load that model with "
+            "heads=... (--draft on the command line) and this path"
+        )
     if family not in FAMILIES:  # said before anything is missed that such a model does not have
         known = ", ".join(sorted(FAMILIES))
         raise ModelError(f"models of the family {family!r} are not supported; supported are {known}")

@@ -27,23 +27,29 @@ from lmstate.state import LayerState, Step
 class Eagle3Block(Block):
     """A block whose mixer reads an embedding beside the stream: `[R, T, 2 * E]` -> `[R, T, E]`.
 
-    `mixer_norm` is of the embedding, `hidden_norm` of the stream.
+    `mixer_norm` is of the embedding, `hidden_norm` of the stream. `adds_normed`: what the mixer makes is added to the
+    normed stream.
     """
 
     fusable: ClassVar[bool] = False
     hidden_norm: Norm | None = None
+    adds_normed: bool = False
 
     def __call__(self, x: Tensor, step: Step, cache: LayerState) -> Tensor:
         assert self.mixer_norm is not None and self.hidden_norm is not None
         embedded, before = (part.contiguous() for part in x.chunk(2, dim=-1))
-        both = torch.cat([ops.norm(embedded, self.mixer_norm), ops.norm(before, self.hidden_norm)], dim=-1)
-        mixed = self.mixer(both, step, cache, None, Residual(before))
+        normed = ops.norm(before, self.hidden_norm)
+        both = torch.cat([ops.norm(embedded, self.mixer_norm), normed], dim=-1)
+        mixed = self.mixer(both, step, cache, None, Residual(normed if self.adds_normed else before))
         return mixed if self.mlp is None else self.feed(mixed, mixed)
 
 
 @dataclass(frozen=True, eq=False)
 class Eagle3Head(DraftHead):
-    """Weights of the head. `tokens` int64 `[V']`: the tokens that it knows, in the order of its logits; None: all."""
+    """Weights of the head. `tokens` int64 `[V']`: the tokens that it knows, in the order of its logits; None: all.
+
+    `fuse_norm`: of what `fuse` reads, in EAGLE 3.1.
+    """
 
     taps: tuple[int, ...]
     fuse: Weight  # [E, 3 * E'] over the model's E'
@@ -53,10 +59,12 @@ class Eagle3Head(DraftHead):
     head: Weight  # [V', E]
     vocab: int
     tokens: Tensor | None = None
+    fuse_norm: Norm | None = None
     depth: int = 1
 
     def reads(self, stream: Tensor, norm: Norm, tapped: Sequence[Tensor]) -> Tensor:
-        return ops.linear(torch.cat(list(tapped), dim=-1), self.fuse)
+        streams = torch.cat(list(tapped), dim=-1)
+        return ops.linear(streams if self.fuse_norm is None else ops.norm(streams, self.fuse_norm), self.fuse)
 
     def joined(self, before: Tensor, tokens: Tensor) -> Tensor:
         return torch.cat([self.embed.rows(tokens), before], dim=-1)

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.hub import cache_dir
 from lmstate.checkpoints.loader import WeightLoader
+from lmstate.checkpoints.open import open_cached
 from lmstate.checkpoints.renamed import Renamed
+from lmstate.checkpoints.source import IntegerSource
 from lmstate.errors import ModelError
 from lmstate.files.json_object import read_object
 from lmstate.models.families import builders as b
@@ -23,6 +26,7 @@ from lmstate.models.heads.published_dflash import ARCHITECTURES, with_dflash
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.mapped import moved
+from lmstate.ops import Weight
 
 if TYPE_CHECKING:
     from lmstate.models.model import Model
@@ -33,13 +37,17 @@ MAPS = ("d2t", "t2d")
 """From the head's tokens to the model's, as differences, and which of the model's tokens the head knows."""
 
 
-def is_published_head(folder: Path) -> bool:
-    """Whether a folder holds a head that `with_head` reads."""
-    config = folder / "config.json"
-    if not config.is_file():
-        return False
-    values = read_object(config)
-    return _is_assistant(values) or _is_dflash(values) or _is_eagle3(values)
+def is_published_head(path: Path) -> bool:
+    """Whether a folder or a .gguf file holds a head that `with_head` reads."""
+    if path.suffix == ".gguf" and path.is_file():
+        return is_drafter(open_cached(path, cache_dir()).config)
+    config = path / "config.json"
+    return config.is_file() and is_drafter(read_object(config))
+
+
+def is_drafter(config: Mapping[str, Any]) -> bool:
+    """Whether a config is of a head that was published apart from its model."""
+    return _is_assistant(config) or _is_dflash(config) or _is_eagle3(config)
 
 
 def _is_assistant(values: Mapping[str, Any]) -> bool:
@@ -58,24 +66,22 @@ def _is_eagle3(values: Mapping[str, Any]) -> bool:
     return any(isinstance(name, str) and "eagle3" in name.lower() for name in said)
 
 
-def with_head(model: Model, folder: Path, loader: Callable[..., WeightLoader]) -> Model:
-    """The model with the head in a folder to draft with; `loader` makes a `WeightLoader` of a source.
+def with_head(model: Model, path: Path, loader: Callable[..., WeightLoader]) -> Model:
+    """The model with the head in a folder or a .gguf file to draft with; `loader` makes a `WeightLoader` of a source.
 
-    Raises `ModelError` for a folder that holds no such head, a damaged one, or one for another model.
+    Raises `ModelError` for a path that holds no such head, a damaged one, or one for another model.
     """
-    from lmstate.checkpoints.huggingface.directory import CheckpointFolder
-
-    if not is_published_head(folder):
+    if not is_published_head(path):
         raise ModelError(
-            f"{folder} holds no head that lmstate can draft with: its config names no EAGLE-3 architecture, no DFlash "
+            f"{path} holds no head that lmstate can draft with: its config names no EAGLE-3 architecture, no DFlash "
             "or DSpark drafter and no assistant of Gemma 4. Give a smaller model as draft instead, or heads=True for "
             "the checkpoint's own heads"
         )
-    opened = CheckpointFolder(folder)
+    opened = _opened(path)
     if _is_assistant(opened.config):
-        return with_assistant(model, folder, loader)
+        return with_assistant(model, opened, loader)
     if _is_dflash(opened.config):
-        return with_dflash(model, folder, loader)
+        return with_dflash(model, opened, loader)
     pairs = [(_plain(name), name) for name in opened.names() if name not in MAPS]
     config = opened.config.get("transformer_layer_config")
     config = {**opened.config, **config} if isinstance(config, dict) else opened.config
@@ -86,17 +92,28 @@ def with_head(model: Model, folder: Path, loader: Callable[..., WeightLoader]) -
     if "d2t" in opened.names():
         tokens = opened.integers("d2t")
         if tokens.shape != (known,):
-            raise ModelError(f"{folder}: 'd2t' has the shape {list(tokens.shape)}, and the head knows {known} tokens")
+            raise ModelError(f"{path}: 'd2t' has the shape {list(tokens.shape)}, and the head knows {known} tokens")
         tokens = tokens + torch.arange(known)
         if int(tokens.min()) < 0 or int(tokens.max()) >= model.config.vocab_size:
-            raise ModelError(f"{folder}: 'd2t' names tokens past the model's vocabulary of {model.config.vocab_size}")
+            raise ModelError(f"{path}: 'd2t' names tokens past the model's vocabulary of {model.config.vocab_size}")
         if len(tokens.unique()) != known:
-            raise ModelError(f"{folder}: 'd2t' names a token twice; the file is damaged")
+            raise ModelError(f"{path}: 'd2t' names a token twice; the file is damaged")
         tokens = tokens.to(model.output_device)
     elif known != model.config.vocab_size:
-        raise ModelError(f"{folder} knows {known} tokens, of the model's {model.config.vocab_size}, and lacks 'd2t'")
+        raise ModelError(f"{path} knows {known} tokens, of the model's {model.config.vocab_size}, and lacks 'd2t'")
     heads = (moved(_head(w, model, tokens, known), model.output_device),)
     return replace(model, network=replace(model.network, heads=heads), _fingerprint=None)
+
+
+def _opened(path: Path) -> IntegerSource:
+    from lmstate.checkpoints.gguf.source import GgufSource
+    from lmstate.checkpoints.huggingface.directory import CheckpointFolder
+
+    if path.suffix != ".gguf":
+        return CheckpointFolder(path)
+    source = open_cached(path, cache_dir())
+    assert isinstance(source, GgufSource)
+    return source
 
 
 def _head(w: WeightLoader, model: Model, tokens: Tensor | None, known: int) -> Eagle3Head:
@@ -133,19 +150,35 @@ def _head(w: WeightLoader, model: Model, tokens: Tensor | None, known: int) -> E
         normed(f"{LAYER}.input_layernorm"),
         normed(f"{LAYER}.post_attention_layernorm"),
         hidden_norm=normed(f"{LAYER}.hidden_norm"),
+        adds_normed=_flag(config, "norm_before_residual"),
     )
+    fused = 3 * model.config.hidden_size
     head = Eagle3Head(
         _taps(config, len(model.blocks)),
-        w.linear("model.fc.weight", shape=(shape.hidden, 3 * model.config.hidden_size)),
+        w.linear("model.fc.weight", shape=(shape.hidden, fused)),
         (block,),
         normed("model.norm"),
         embed,
-        w.linear("lm_head.weight", shape=(known, shape.hidden)),
+        _output(w, model, known, shape.hidden),
         model.config.vocab_size,
         tokens,
+        b.norm(w, "model.input_norm.weight", fused, shape.eps) if _flag(config, "norm_before_fc") else None,
     )
     w.check_all_used(["*.rotary_emb.inv_freq"])
     return head
+
+
+def _output(w: WeightLoader, model: Model, known: int, hidden: int) -> Weight:
+    """The head's own output matrix; the model's where the head has none."""
+    if w.has("lm_head.weight") or (known, hidden) != (model.config.vocab_size, model.config.hidden_size):
+        return w.linear("lm_head.weight", shape=(known, hidden))
+    return model.head
+
+
+def _flag(config: Config, name: str) -> bool:
+    """A switch that tools write into `eagle_config` or beside it."""
+    inside = config.fields("eagle_config") or Config({}, config.where)
+    return inside.bool(name, default=config.bool(name, default=False))
 
 
 def _taps(config: Config, blocks: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.renamed import Renamed
+from lmstate.checkpoints.source import IntegerSource
 from lmstate.errors import ModelError
 from lmstate.models.families import builders as b
 from lmstate.models.families.gemma4 import DEFAULTS, blocks, kinds_of, unread
@@ -26,11 +27,9 @@ ORDER = "masked_embedding.token_ordering"
 FAMILIES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 
 
-def with_assistant(model: Model, folder: Path, loader: Callable[..., WeightLoader]) -> Model:
-    """The model with the assistant in a folder to draft with. Raises `ModelError` for a damaged one, or another's."""
-    from lmstate.checkpoints.huggingface.directory import CheckpointFolder
-
-    opened = CheckpointFolder(folder)
+def with_assistant(model: Model, opened: IntegerSource, loader: Callable[..., WeightLoader]) -> Model:
+    """The model with an assistant to draft with. Raises `ModelError` for a damaged one, or another's."""
+    folder = opened.path
     outside = Config(opened.config, f"config of {folder}")
     if model.config.family not in FAMILIES:
         raise ModelError(f"{folder} drafts for Gemma 4, and this is a {model.config.family} model")
@@ -78,10 +77,7 @@ def _source(model: Model, mixer: object, folder: Path) -> int:
     raise ModelError(f"{folder} attends to a kind of layer that the model has not: it was made for another model")
 
 
-def _clusters(w: WeightLoader, config: Config, opened: object, shape: b.Dims) -> TokenClusters:
-    from lmstate.checkpoints.huggingface.directory import CheckpointFolder
-
-    assert isinstance(opened, CheckpointFolder)
+def _clusters(w: WeightLoader, config: Config, opened: IntegerSource, shape: b.Dims) -> TokenClusters:
     count = config.int("num_centroids", low=1, high=b.MAX_SIZE, default=2048)
     best = config.int("centroid_intermediate_top_k", low=1, high=count, default=min(32, count))
     tokens = opened.integers(ORDER)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.renamed import Renamed
+from lmstate.checkpoints.source import Source
 from lmstate.errors import ModelError
 from lmstate.models.block import Block
 from lmstate.models.families import builders as b
@@ -33,17 +33,14 @@ OF_THE_MODEL = ("embed_tokens.weight", "lm_head.weight", "confidence_head.proj.*
 BLOCK_FIELDS = ("mask_token_id", "target_layer_ids", "causal")
 
 
-def with_dflash(model: Model, folder: Path, loader: Callable[..., WeightLoader]) -> Model:
-    """The model with the drafter in a folder to draft with. Raises `ModelError` for a damaged one, or another's."""
-    from lmstate.checkpoints.huggingface.directory import CheckpointFolder
-
-    opened = CheckpointFolder(folder)
+def with_dflash(model: Model, opened: Source, loader: Callable[..., WeightLoader]) -> Model:
+    """The model with a drafter to draft with. Raises `ModelError` for a damaged one, or another's."""
     w = loader(Renamed(opened, [(name, name) for name in opened.names()], opened.config))
     config, shape = w.config, b.Dims.of(w.config)
     inside = config.fields("dflash_config") or Config({}, config.where)
     if shape.hidden != model.config.hidden_size:
         raise ModelError(
-            f"{folder} drafts for a model {shape.hidden} wide; this one is {model.config.hidden_size} wide"
+            f"{opened.path} drafts for a model {shape.hidden} wide; this one is {model.config.hidden_size} wide"
         )
     dspark = not set(DSPARK).isdisjoint(config.strs("architectures"))
     inside = Config({name: config[name] for name in BLOCK_FIELDS if config.given(name)} | {**inside}, config.where)
