@@ -18,6 +18,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwe
 
 import lmstate
 from lmstate.errors import ModelError
+from tests.files.ggufs import write
+from tests.files.test_gguf_attention import metadata
 from tests.heads.published import acceptance, altered, check_greedy, check_no_bit, target_of
 from tests.heads.test_drafts import check_learned, prompts_of
 from tests.zoo import VOCAB, randomize
@@ -43,6 +45,20 @@ class Kind:
 SPARK = {
     "architectures": ["Qwen3DSparkModel"], "markov_rank": RANK, "markov_head_type": "vanilla",
     "enable_confidence_head": True, "mask_token_id": MASK, "target_layer_ids": TAPS,
+}  # fmt: skip
+NAMES = {  # of GGUF
+    "fc": "fc", "norm": "output_norm", "hidden_norm": "enc.output_norm", "confidence_head.proj": "conf_proj",
+    **{f"markov_head.markov_w{at}": f"markov_w{at}" for at in (1, 2)},
+    **{
+        f"layers.{layer}.{theirs}": f"blk.{layer}.{ours}"
+        for layer in (0, 1)
+        for theirs, ours in {
+            "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output",
+            **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+            **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"},
+            **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+        }.items()
+    },
 }  # fmt: skip
 KINDS = {
     "dflash": Kind(),
@@ -146,8 +162,23 @@ class Pair:
     def weights(self) -> Path:
         return self.folder / "drafter" / "model.safetensors"
 
-    def load(self) -> lmstate.Model:
-        return lmstate.load(self.folder / "target", weights="float32", heads=self.folder / "drafter")
+    def save_gguf(self, path: Path, **more: Any) -> None:
+        """The drafter as llama.cpp's converter writes it; the blocks are counted by what goes into them."""
+        kind, tensors = self.kind, {}
+        for name, tensor in self.drafter.state_dict().items():
+            stem, _, ending = name.rpartition(".")
+            if stem != "confidence_head.proj" or kind.fields["enable_confidence_head"]:
+                tensors[f"{NAMES[stem]}.{ending}"] = tensor.numpy()
+        values: dict[str, Any] = {"block_size": SIZE, "target_layers": [index + 1 for index in TAPS]}
+        if any(kind.windows):
+            values["attention.sliding_window"] = max(filter(None, kind.windows))
+            values["attention.sliding_window_pattern"] = [window is not None for window in kind.windows]
+        values = metadata(self.drafter.config, "dflash", **values | more)
+        values |= {"tokenizer.ggml.mask_token_id": MASK, "tokenizer.ggml.tokens": [f"t{at}" for at in range(VOCAB)]}
+        write(path, "dflash", values, tensors)
+
+    def load(self, drafter: str = "drafter") -> lmstate.Model:
+        return lmstate.load(self.folder / "target", weights="float32", heads=self.folder / drafter)
 
     def stream(self, ids: list[int], token: int) -> Tensor:
         """The stream `[SIZE, E]` behind the drafter, of a block behind a text and its next token."""
@@ -179,6 +210,54 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
     return lru_cache(lambda case, kind="dflash": Pair(case, tmp_path_factory.mktemp(case), kind))
 
 
+def drafted(made: Pair, model: lmstate.Model) -> tuple[list[list[int]], lmstate.State, dict[int, int], dict[int, Any]]:
+    """Rows, their state, the tokens after two of them, and the drafts after these."""
+    rows = prompts_of(9, 4, 70)
+    state = model.new_state(3)
+    for first in range(0, 70, 11):
+        logits = model([row[first : first + 11] for row in rows], state)
+    assert logits is not None
+    last = {row: int(logits[row].argmax()) for row in (0, 2)}
+    return rows, state, last, model.draft_ahead(state, last, SIZE + 3)
+
+
+def check_drafts(made: Pair, rows: list[list[int]], last: dict[int, int], drafts: dict[int, Any]) -> None:
+    """The drafts are what the layers of `transformers` say."""
+    for row, draft in drafts.items():
+        assert draft.tokens and len(draft.tokens) <= SIZE - (not made.kind.dspark)
+        expected, sure = made.block(rows[row], last[row], list(draft.tokens))
+        assert draft.tokens == tuple(expected.argmax(-1).tolist())
+        assert draft.confidence == pytest.approx(sure.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "not causal", "dspark", "dspark, not sure"])
+def test_a_drafter_in_gguf_is_the_drafter_in_its_folder(kind: str, tmp_path: Path) -> None:
+    made = Pair("llama", tmp_path, kind)
+    made.save_gguf(tmp_path / "drafter.gguf")
+    model = made.load("drafter.gguf")
+    assert model.fingerprint == made.ours.fingerprint
+    rows, _, last, drafts = drafted(made, model)
+    check_drafts(made, rows, last, drafts)
+    check_greedy(model)
+
+
+@pytest.mark.parametrize(
+    ("message", "more"),
+    [
+        ("lmstate reads neither", {"hyper_connection.count": 4}),
+        ("nothing at the first place", {"sample_from_anchor": False}),
+        ("of a model of 8", {"target_layers": [1, 9]}),
+        ("target_layers", {"target_layers": [0, 3]}),
+        ("sliding_window_pattern", {"attention.sliding_window": 4, "attention.sliding_window_pattern": [True]}),
+    ],
+)
+def test_a_drafter_in_gguf_that_does_not_fit_is_refused(message: str, more: dict[str, Any], tmp_path: Path) -> None:
+    made = Pair("llama", tmp_path, "dspark")
+    made.save_gguf(tmp_path / "drafter.gguf", **more)
+    with pytest.raises(ModelError, match=message):
+        made.load("drafter.gguf")
+
+
 def test_learned_positions_are_positions_of_the_drafter_too(pairs: Callable[..., Pair]) -> None:
     check_learned(pairs("llama").ours)
 
@@ -186,19 +265,9 @@ def test_learned_positions_are_positions_of_the_drafter_too(pairs: Callable[...,
 @pytest.mark.parametrize(("case", "kind"), PAIRS)
 def test_a_draft_is_what_the_drafter_says(case: str, kind: str, pairs: Callable[..., Pair], tmp_path: Path) -> None:
     made = pairs(case, kind)
-    rows = prompts_of(9, 4, 70)
-    state = made.ours.new_state(3)
-    for first in range(0, 70, 11):
-        logits = made.ours([row[first : first + 11] for row in rows], state)
-    assert logits is not None
-    last = {row: int(logits[row].argmax()) for row in (0, 2)}
-    drafts = made.ours.draft_ahead(state, last, SIZE + 3)
+    rows, state, last, drafts = drafted(made, made.ours)
     assert state.lengths == list(map(len, rows))
-    for row, draft in drafts.items():
-        assert draft.tokens and len(draft.tokens) <= SIZE - (not made.kind.dspark)
-        expected, sure = made.block(rows[row], last[row], list(draft.tokens))
-        assert draft.tokens == tuple(expected.argmax(-1).tolist())
-        assert draft.confidence == pytest.approx(sure.tolist(), abs=1e-4)
+    check_drafts(made, rows, last, drafts)
     state.snapshot(2).save(tmp_path / "row")
     state.restore(1, lmstate.Snapshot.load(tmp_path / "row"))
     again = made.ours.draft_ahead(state, {1: last[2]}, SIZE)[1].tokens  # alone it may end earlier

@@ -1,4 +1,4 @@
-"""Drafters in GGUF, which have a file of their own: EAGLE-3.
+"""Drafters in GGUF, which have a file of their own: EAGLE-3, DFlash with DSpark.
 
 Their configs and names are those of the folders that `lmstate.models.heads.published` reads.
 """
@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.gguf.architecture import (
+    HEAD_NORMS,
     OUTSIDE,
     STANDARD,
     Architecture,
     HFConfig,
     Tensors,
+    layer_kinds,
 )
+from lmstate.errors import ModelError
 
 
 def _eagle3(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
@@ -29,6 +32,29 @@ def _eagle3(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -
         config["draft_vocab_size"] = known.shape[0]
 
 
+def _dflash(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    """DFlash, and DSpark where there is its low-rank part. The file counts the blocks in front of which it reads."""
+    if metadata.int(f"{prefix}.hyper_connection.count", 0, default=0) or "selector_hidden.weight" in tensors:
+        raise ModelError(f"{metadata.where} is DeepSeek-V4's DSpark or a DFlash 2; from GGUF, lmstate reads neither")
+    if size := metadata.int(f"{prefix}.attention.sliding_window", 0, default=0):
+        config["sliding_window"] = size
+        config["layer_types"] = layer_kinds(metadata, prefix, config["num_hidden_layers"])
+    config |= {
+        "block_size": metadata.int(f"{prefix}.block_size", 1),
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "dflash_config": {
+            "mask_token_id": metadata.int("tokenizer.ggml.mask_token_id"),
+            "target_layer_ids": [index - 1 for index in metadata.ints(f"{prefix}.target_layers", low=1)],
+            "causal": metadata.bool(f"{prefix}.attention.causal", default=False),
+        },
+    }
+    if (low := tensors.get("markov_w1.weight")) is None:
+        return
+    if not metadata.bool(f"{prefix}.sample_from_anchor", default=True):
+        raise ModelError(f"{metadata.where} drafts nothing at the first place of its blocks, which lmstate cannot run")
+    config |= {"architectures": ["Qwen3DSparkModel"], "markov_rank": low.shape[-1]}
+
+
 DRAFTERS = {
     "eagle3": Architecture(
         "eagle3",
@@ -38,6 +64,24 @@ DRAFTERS = {
         extra=_eagle3,
         outside={**OUTSIDE, "fc.weight": "model.fc.weight", "enc.output_norm.weight": "model.input_norm.weight"},
         changed={"d2t": "token ids"},
+        drafter=True,
+    ),
+    "dflash": Architecture(
+        "dflash",
+        "DFlashDraftModel",
+        {**STANDARD, **HEAD_NORMS},
+        extra=_dflash,
+        outside={
+            "output_norm.weight": "norm.weight",
+            "enc.output_norm.weight": "hidden_norm.weight",
+            "markov_w1.weight": "markov_head.markov_w1.weight",
+            "markov_w2.weight": "markov_head.markov_w2.weight",
+            "conf_proj.weight": "confidence_head.proj.weight",
+            "conf_proj.bias": "confidence_head.proj.bias",
+            "token_embd.weight": "embed_tokens.weight",
+            "output.weight": "lm_head.weight",
+        },
+        layers="layers",
         drafter=True,
     ),
 }
