@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,12 +19,18 @@ from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemm
 import lmstate
 from lmstate import kv
 from lmstate.errors import ModelError
+from tests.files.ggufs import write
+from tests.files.test_gguf_shared import INSIDE, shared
 from tests.heads.published import acceptance, altered, check_greedy, check_no_bit
 from tests.heads.test_drafts import prompts_of
 from tests.zoo import CASES, VOCAB, auto, randomize, text
 
 WINDOW = 13
 CENTROIDS, BEST = 11, 3
+NAMES = {  # of GGUF
+    "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
+    "pre_projection.weight": "nextn.pre_projection.weight", "post_projection.weight": "nextn.post_projection.weight",
+}  # fmt: skip
 
 
 class Pair:
@@ -54,8 +62,28 @@ class Pair:
         self.folder = folder
         self.ours = self.load()
 
-    def load(self) -> lmstate.Model:
-        return lmstate.load(self.folder / "target", weights="float32", heads=self.folder / "assistant")
+    def load(self, assistant: str = "assistant") -> lmstate.Model:
+        return lmstate.load(self.folder / "target", weights="float32", heads=self.folder / assistant)
+
+    def save_gguf(self, path: Path, **more: Any) -> None:
+        """The assistant as llama.cpp's converter writes it."""
+        config = self.assistant.config.text_config
+        config.allow_global_per_layer_attribute_access = True
+        dim = config.per_layer_config[2].head_dim
+        given = {
+            "attention.key_length": dim, "attention.key_length_swa": config.head_dim, "nextn_predict_layers": 3,
+            "embedding_length_out": self.assistant.config.backbone_hidden_size,
+        }  # fmt: skip
+        tensors: dict[str, Any] = {"rope_freqs.weight": np.array([1.0] * (dim // 8) + [1e30] * (dim // 2 - dim // 8))}
+        for name, tensor in self.assistant.state_dict().items():
+            if (match := re.fullmatch(r"model\.layers\.(\d)\.(.+)\.weight", name)) is not None:
+                tensors[f"blk.{match[1]}.{INSIDE[match[2]]}.weight"] = tensor
+            elif (match := re.fullmatch(r"model\.layers\.(\d)\.layer_scalar", name)) is not None:
+                tensors[f"blk.{match[1]}.layer_output_scale.weight"] = tensor
+            elif name in NAMES:
+                tensors[NAMES[name]] = tensor
+        arrays = {name: np.asarray(each, np.float32) for name, each in tensors.items()}
+        write(path, "gemma4-assistant", shared(config, "gemma4-assistant", **given | more), arrays)
 
     @torch.no_grad()
     def ahead(self, ids: list[int], token: int, drafted: list[int]) -> Tensor:
@@ -79,13 +107,35 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Pair]:
 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_draft_is_what_the_assistant_says(ordered: bool, pairs: Callable[[bool], Pair]) -> None:
-    made = pairs(ordered)
+    check_drafts(pairs(ordered), pairs(ordered).ours)
+
+
+def test_an_assistant_in_gguf_is_the_assistant_in_its_folder(pairs: Callable[[bool], Pair]) -> None:
+    made = pairs(False)
+    made.save_gguf(made.folder / "assistant.gguf")
+    model = made.load("assistant.gguf")
+    check_drafts(made, model)
+    check_greedy(model)
+    check_no_bit(model)
+
+
+def test_an_assistant_in_gguf_for_another_model_is_refused(pairs: Callable[[bool], Pair]) -> None:
+    made = pairs(False)
+    made.save_gguf(made.folder / "other.gguf", embedding_length_out=32)
+    with pytest.raises(ModelError, match="drafts for a model 32 wide"):
+        made.load("other.gguf")
+    with pytest.raises(ModelError, match="drafts for another model"):
+        lmstate.load(made.folder / "other.gguf")
+
+
+def check_drafts(made: Pair, model: lmstate.Model) -> None:
+    """What a model drafts is what transformers says."""
     rows = prompts_of(9, 4, 70)  # shorter than the window, and longer
-    state = made.ours.new_state(3)
-    logits = made.ours(rows, state)
+    state = model.new_state(3)
+    logits = model(rows, state)
     assert logits is not None
     last = {row: int(logits[row].argmax()) for row in (0, 2)}
-    drafts = made.ours.draft_ahead(state, last, 4)
+    drafts = model.draft_ahead(state, last, 4)
     assert state.lengths == list(map(len, rows)) and state.pending == [0, 0, 0]
     for row, draft in drafts.items():
         assert draft.tokens

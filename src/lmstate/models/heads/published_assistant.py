@@ -56,7 +56,7 @@ def with_assistant(model: Model, opened: IntegerSource, loader: Callable[..., We
         w.linear("model.embed_tokens.weight", shape=(shape.vocab, shape.hidden)),
         _clusters(w, outside, opened, shape) if outside.bool("use_ordered_embeddings", default=False) else None,
     )
-    w.check_all_used(["lm_head.weight", *unread(reads)])
+    w.check_all_used(["lm_head.weight", "masked_embd_*", *unread(reads)])
     heads = (moved(head, model.output_device),)
     return replace(model, network=replace(model.network, heads=heads), _fingerprint=None)
 

@@ -1,4 +1,4 @@
-"""Drafters in GGUF, which have a file of their own: EAGLE-3, DFlash with DSpark.
+"""Drafters in GGUF, which have a file of their own: EAGLE-3, DFlash with DSpark, Gemma 4's assistants.
 
 Their configs and names are those of the folders that `lmstate.models.heads.published` reads.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.gguf.architecture import (
     HEAD_NORMS,
+    MOST_WIDTH,
     OUTSIDE,
     STANDARD,
     Architecture,
@@ -15,7 +16,10 @@ from lmstate.checkpoints.gguf.architecture import (
     Tensors,
     layer_kinds,
 )
+from lmstate.checkpoints.gguf.architectures.shared_kv import SHARED, gemma4
 from lmstate.errors import ModelError
+
+GEMMA4 = SHARED["gemma4"]
 
 
 def _eagle3(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
@@ -55,6 +59,13 @@ def _dflash(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -
     config |= {"architectures": ["Qwen3DSparkModel"], "markov_rank": low.shape[-1]}
 
 
+def _assistant(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    """Clusters of tokens are left out, as in llama.cpp: its drafts are the most likely of all tokens."""
+    gemma4(metadata, prefix, config, tensors)
+    config["text_config"] = {**config, "model_type": "gemma4_text"}
+    config["backbone_hidden_size"] = metadata.int(f"{prefix}.embedding_length_out", 1, MOST_WIDTH)
+
+
 DRAFTERS = {
     "eagle3": Architecture(
         "eagle3",
@@ -82,6 +93,20 @@ DRAFTERS = {
             "output.weight": "lm_head.weight",
         },
         layers="layers",
+        drafter=True,
+    ),
+    "gemma4-assistant": Architecture(
+        "gemma4_assistant",
+        "Gemma4AssistantForCausalLM",
+        GEMMA4.layer,
+        extra=_assistant,
+        whole=GEMMA4.whole,
+        outside={
+            **OUTSIDE,
+            "nextn.pre_projection.weight": "pre_projection.weight",
+            "nextn.post_projection.weight": "post_projection.weight",
+        },
+        varied=True,
         drafter=True,
     ),
 }

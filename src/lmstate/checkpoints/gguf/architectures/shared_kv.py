@@ -54,7 +54,8 @@ def _gemma3n(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) 
     config["activation_sparsity_pattern"] = [NormalDist().cdf(scale) for scale in scales]
 
 
-def _gemma4(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+def gemma4(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    """Config of Gemma 4, and of the stack in its assistants."""
     _shared(metadata, prefix, config, tensors)
     layers, full = config["num_hidden_layers"], [kind == "full_attention" for kind in config["layer_types"]]
     config["global_head_dim"] = metadata.int(f"{prefix}.attention.key_length", 1, MOST_WIDTH)
@@ -142,7 +143,7 @@ SHARED = {
             "post_ffw_norm_2": "post_feedforward_layernorm_2",
             "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
         },
-        extra=_gemma4,
+        extra=gemma4,
         whole={
             "layer_output_scale.weight": "layer_scalar",
             "ffn_gate_inp.weight": "router.proj.weight",
