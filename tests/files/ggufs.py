@@ -39,7 +39,8 @@ def write(
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(wanted["layers"])
     writer.add_embedding_length(wanted["hidden"])
-    writer.add_feed_forward_length(wanted["inner"])
+    if wanted["inner"] is not None:
+        writer.add_feed_forward_length(wanted["inner"])
     writer.add_head_count(wanted["heads"])
     if wanted["kv_heads"] is not None:
         writer.add_head_count_kv(wanted["kv_heads"])
@@ -56,6 +57,9 @@ def write(
             writer.add_float32(name, value)
         elif isinstance(value, str):
             writer.add_string(name, value)
+        elif isinstance(value[0], int) and max(value) >= 2**31:
+            types = gguf.GGUFValueType
+            writer.add_key_value(name, value, types.ARRAY, sub_type=types.UINT64)
         else:
             writer.add_array(name, value)
     for name, value in (llama_tensors() if tensors is None else tensors).items():

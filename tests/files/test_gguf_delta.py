@@ -191,7 +191,11 @@ def kv_heads(config: Any) -> Any:
 
 def tiled_heads(arch: str, config: Any, name: str, value: np.ndarray) -> np.ndarray:
     """Qwen3.5's value heads in the order in which ggml repeats key heads; Qwen3-Next's files keep theirs."""
-    if not arch.startswith("qwen35") or "linear_attn" not in name or name.endswith("linear_attn.norm.weight"):
+    if (
+        not arch.startswith(("qwen35", "qwen4"))
+        or "linear_attn" not in name
+        or name.endswith("linear_attn.norm.weight")
+    ):
         return value
     keys, width = config.linear_num_key_heads, config.linear_value_head_dim
     per_key = config.linear_num_value_heads // keys

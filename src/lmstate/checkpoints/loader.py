@@ -19,7 +19,7 @@ from lmstate.checkpoints.conversion_bar import ConversionBar
 from lmstate.checkpoints.conversion_cache import ConversionCache
 from lmstate.checkpoints.placement import DevicePlacement, Devices, Sizes
 from lmstate.checkpoints.renamed import file_name
-from lmstate.checkpoints.source import GroupedQuant, Source, floats
+from lmstate.checkpoints.source import GroupedQuant, RowTable, Source, floats
 from lmstate.errors import ModelError
 from lmstate.ops.memory import spare
 from lmstate.ops.processor import multiplies_bfloat16
@@ -193,18 +193,15 @@ class WeightLoader:
         self._asked.add(name)
         return floats(self.source.read(name)).float().to(self.device)
 
-    def table(self, name: str, width: int) -> Tensor:
-        """A matrix `[N, width]` of which a step reads few rows, in the file's dtype; it stays in the mapped file.
+    def table(self, name: str, width: int) -> RowTable:
+        """A matrix `[N, width]` of which a step reads few rows, as the file has it; it stays in the mapped file.
 
-        Raises `ModelError` if it is absent, of another width, or quantized.
+        Raises `ModelError` if it is absent or of another width.
         """
         found = self.shape(name)
         self._expect(name, found, (*found[:1], width))
         self._asked.add(name)
-        numbers = self.source.read(name)
-        if isinstance(numbers, GroupedQuant):
-            raise ModelError(f"{self.source.path}: the table {name!r} is quantized; expected floats")
-        return numbers
+        return self.source.rows(name)
 
     def linear(
         self,

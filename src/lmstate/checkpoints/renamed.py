@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lmstate.checkpoints.source import GroupedQuant, Source
+from lmstate.checkpoints.source import GroupedQuant, RowTable, Source
 from lmstate.errors import ModelError
 from lmstate.text.tokenizer import TokenizerFiles
 
@@ -66,6 +66,9 @@ class Renamed:
 
     def read(self, name: str) -> Tensor | GroupedQuant:
         return self.whole.read(self._names[name])
+
+    def rows(self, name: str) -> RowTable:
+        return self.whole.rows(self._names[name])
 
     def activation_bits(self, name: str) -> int:
         return self.whole.activation_bits(self._names[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,6 +48,19 @@ class GroupedQuant:
         return GroupedQuant(q, self.scale[:, order], None if self.minimum is None else self.minimum[:, order])
 
 
+class RowTable(Protocol):
+    """A matrix `[N, K]` of which few rows are read at a time, where it lies. A float tensor is one."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: Tensor, /) -> Tensor:
+        """Rows of these numbers, int64 `[M]` -> floats `[M, K]`."""
+        ...
+
+
 def floats(numbers: Tensor | GroupedQuant) -> Tensor:
     """The floats that a file has, or that its integers stand for."""
     return numbers.dequantize() if isinstance(numbers, GroupedQuant) else numbers
@@ -81,6 +95,10 @@ class Source(Protocol):
 
     def read(self, name: str) -> Tensor | GroupedQuant:
         """A float tensor in the file's dtype, or the integers of a quantized matrix. May be in the mapped file."""
+        ...
+
+    def rows(self, name: str) -> RowTable:
+        """A matrix of which few rows are read at a time. It stays in the mapped file, quantized or not."""
         ...
 
     def key(self) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lmstate.checkpoints.huggingface import mxfp4
-from lmstate.checkpoints.source import GROUP, GroupedQuant
+from lmstate.checkpoints.source import GROUP, GroupedQuant, floats
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,25 @@ FORMATS = {
     "NVFP4": BlockFormat(40, 64, 36, "int8"),
     "MXFP4": BlockFormat(39, 32, 17, "int8", _mxfp4),
 }
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """A `RowTable` of quantized rows. `raw`: uint8 `[N, bytes of a row]`, in the mapped file."""
+
+    raw: Tensor
+    format: str
+    columns: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (len(self.raw), self.columns)
+
+    def __len__(self) -> int:
+        return len(self.raw)
+
+    def __getitem__(self, rows: Tensor) -> Tensor:
+        return floats(take_apart(self.raw[rows], self.format, self.columns))
 
 
 def take_apart(raw: Tensor, format_: str, columns: int) -> GroupedQuant | Tensor:

@@ -38,6 +38,7 @@ from lmstate.checkpoints.gguf.architectures.moe import MIXTURES
 from lmstate.checkpoints.gguf.architectures.older import OLDER
 from lmstate.checkpoints.gguf.architectures.shared_kv import SHARED
 from lmstate.checkpoints.gguf.architectures.sparse import SPARSER
+from lmstate.checkpoints.gguf.architectures.streams import WIDE
 from lmstate.checkpoints.gguf.architectures.windowed import WINDOWS_AND_LATENTS
 from lmstate.checkpoints.gguf.reader import GgufContents, TensorPlace
 from lmstate.checkpoints.gguf.special_ids import special_id
@@ -131,6 +132,7 @@ ARCHITECTURES = {
     **LATENTS,
     **CHOSEN,
     **DRAFTERS,
+    **WIDE,
 }
 
 
@@ -159,7 +161,14 @@ def config_of(contents: GgufContents, rope_factors: dict[str, list[float]], wher
         "architectures": [arch.class_name],
         "hidden_size": hidden,
         "num_hidden_layers": layers,
-        "intermediate_size": _of_layers(metadata, f"{prefix}.feed_forward_length", layers, None, least, arch.varied),
+        "intermediate_size": _of_layers(
+            metadata,
+            f"{prefix}.feed_forward_length",
+            layers,
+            metadata.int(f"{prefix}.expert_feed_forward_length", 1, MOST_WIDTH, default=None),  # where all are experts
+            least,
+            arch.varied,
+        ),
         "num_attention_heads": heads,
         "num_key_value_heads": _of_layers(
             metadata, f"{prefix}.attention.head_count_kv", layers, heads, least, arch.varied
@@ -295,6 +304,8 @@ def _located(
     inside = _inside(arch, match[2], match[3], match[4]) if match else None
     if match is None or inside is None:
         outside = arch.outside.get(name, name)
+        if "{ngrams}" in outside:
+            outside = outside.format(ngrams=_layer_with_ngrams(config, name, where))
         if "{each}" not in outside:
             yield outside, TensorLocation(place, change=_change(arch, outside))
             return
@@ -321,6 +332,12 @@ def _located(
         raise ModelError(f"{where}: tensor {name!r} has the shape {place.shape}, not one matrix per expert")
     for expert in range(place.shape[0]):
         yield full.format(expert=expert), TensorLocation(place, expert)
+
+
+def _layer_with_ngrams(config: dict[str, Any], name: str, where: str) -> int:
+    if not config.get("ple_layer_ids"):
+        raise ModelError(f"{where}: tensor {name!r} is a table of n-grams, and its metadata name no layer with them")
+    return int(config["ple_layer_ids"][0]) - 1
 
 
 def _few(full: str, name: str, place: TensorPlace, where: str) -> Iterator[tuple[str, TensorLocation]]:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.gguf.architecture import HeadTiling, TensorLocation
-from lmstate.checkpoints.gguf.blocks import FORMATS, take_apart
+from lmstate.checkpoints.gguf.blocks import FORMATS, PackedRows, take_apart
 from lmstate.checkpoints.gguf.config import ROPE_TENSORS, config_of, locate
 from lmstate.checkpoints.gguf.reader import GgufContents, TensorPlace, check_places, open_gguf, parts_of
 from lmstate.checkpoints.gguf.tokenizer import generation_of, tokenizer_of
-from lmstate.checkpoints.source import GROUP, GroupedQuant, floats
+from lmstate.checkpoints.source import GROUP, GroupedQuant, RowTable, floats
 from lmstate.errors import ModelError
 from lmstate.files.mmap_file import MappedFile, fingerprint
 from lmstate.text.tokenizer import TokenizerFiles
@@ -100,6 +100,19 @@ class GgufSource:
             order = located.tiled.order(shape[-1] if located.tiled.columns else shape[0])
             return _columns(numbers, order) if located.tiled.columns else _rows(numbers, order)
         return numbers
+
+    def rows(self, name: str) -> RowTable:
+        located = self._tensors[name]
+        place, form = located.place, FORMATS[located.place.format]
+        if form.dtype is not None:
+            numbers = self.read(name)
+            assert isinstance(numbers, Tensor)
+            return numbers
+        (count, columns) = located.stored_shape
+        width = columns // form.numbers * form.nbytes
+        return PackedRows(
+            self._files[place.part].tensor(located.start, (count, width), torch.uint8), place.format, columns
+        )
 
     def integers(self, name: str) -> Tensor:
         located = self._tensors.get(name)

@@ -15,7 +15,7 @@ from lmstate.checkpoints.huggingface.tekken import NAME as TEKKEN
 from lmstate.checkpoints.huggingface.tekken import tekken_files
 from lmstate.checkpoints.huggingface.tiktoken import NAME as TIKTOKEN
 from lmstate.checkpoints.huggingface.tiktoken import tiktoken_json
-from lmstate.checkpoints.source import GroupedQuant, dtype_name
+from lmstate.checkpoints.source import GroupedQuant, RowTable, dtype_name
 from lmstate.errors import ModelError
 from lmstate.files.json_object import read_object
 from lmstate.files.mmap_file import fingerprint
@@ -105,6 +105,12 @@ class CheckpointFolder:
                 f"{', '.join(FLOATS)}. A quantized checkpoint of this kind needs converting to one of those first"
             )
         return self._where[name].tensor(name)
+
+    def rows(self, name: str) -> RowTable:
+        numbers = self.read(name)
+        if isinstance(numbers, GroupedQuant):
+            raise ModelError(f"{self.path}: the table {name!r} is quantized; expected floats")
+        return numbers
 
     def integers(self, name: str) -> Tensor:
         """A tensor of whole numbers, int64: what maps tokens to tokens, say. Raises `ModelError` for one of others."""

@@ -26,7 +26,7 @@ from lmstate.models.layers.ngrams import NgramBlock, NgramInjection, NgramTable,
 from lmstate.models.layers.pooled_index import PooledIndex, PooledIndexAttention
 from lmstate.models.layers.rope import Rope, make_rope
 from lmstate.models.model import Model
-from lmstate.ops import Norm
+from lmstate.ops import Norm, Weight
 
 DEFAULTS: b.Defaults = {
     "qwen4_exp_text": {
@@ -88,7 +88,10 @@ def build(w: WeightLoader) -> Model:
         final_norm=Norm(torch.ones(shape.hidden, dtype=torch.float32, device=w.device), shape.eps, "none"),
         entry=RepeatedTokens(count),
         exit=b.gated_streams(w, "model.hyper_connection_mixer", shape, count, reads_only=True),
-        ignore=("*.ngram_heads_vocab_sizes", "*.ngram_heads_offsets", "*.layer_multipliers"),
+        ignore=(
+            *("*.ngram_heads_vocab_sizes", "*.ngram_heads_offsets", "*.layer_multipliers"),
+            *b.mtp_tensors(config, shape),
+        ),
     )
 
 
@@ -108,7 +111,7 @@ def _attention(w: WeightLoader, prefix: str, shape: b.Dims, rope: Rope) -> Poole
             f"which {turned} rotate; the budget must be whole blocks, the keys wide enough, and of one head"
         )
     index = PooledIndex(
-        w.linear(f"{prefix}.indexer.index_qk_proj.weight", shape=((heads + 1) * dim, shape.hidden)),
+        _index_projection(w, f"{prefix}.indexer", heads * dim, dim, shape.hidden),
         b.norm(w, f"{prefix}.indexer.q_layernorm.weight", dim, shape.eps, plus_one=True),
         b.norm(w, f"{prefix}.indexer.k_layernorm.weight", dim, shape.eps, plus_one=True),
         rope,
@@ -117,6 +120,14 @@ def _attention(w: WeightLoader, prefix: str, shape: b.Dims, rope: Rope) -> Poole
     )
     made = b.attention(w, prefix, shape, rope, q_norm=q_norm, k_norm=k_norm, gate=True)
     return PooledIndexAttention(**vars(made), index=index)
+
+
+def _index_projection(w: WeightLoader, prefix: str, queries: int, keys: int, hidden: int) -> Weight:
+    """Queries and keys of an index in one matrix; files of GGUF have two."""
+    if w.has(f"{prefix}.index_q_proj.weight"):
+        names = (f"{prefix}.index_{part}_proj.weight" for part in "qk")
+        return w.linear(*names, shape=((queries, keys), hidden))
+    return w.linear(f"{prefix}.index_qk_proj.weight", shape=(queries + keys, hidden))
 
 
 def _ngrams(w: WeightLoader, prefix: str, shape: b.Dims, count: int, number: int) -> NgramInjection:
@@ -162,11 +173,12 @@ def _table(w: WeightLoader, prefix: str, config: Config, shape: b.Dims, order: i
         names = [f"{prefix}.shard_{shard}.weight" for shard in range(shards)]
     parts = tuple(w.table(name, width // heads) for name in names)
     rows, needed = sum(map(len, parts)), low * heads  # and more; primes from a large number on would take long
-    if needed <= rows:
-        sizes = primes(low, heads * (number + 1))[-heads:]
-        needed = sum(sizes)
-    if rows < needed:
+    sizes = config.ints("ple_head_vocab_sizes", heads, low=1, default=None)  # GGUF has the numbers themselves
+    if sizes is None and needed <= rows:
+        sizes = tuple(primes(low, heads * (number + 1))[-heads:])
+    needed = needed if sizes is None else sum(sizes)
+    if sizes is None or rows < needed:
         raise ModelError(f"{w.source.path}: {prefix} has {rows} rows; its heads need {needed} or more")
-    seed = config.int("seed", default=1234)
-    factors = multipliers(shape.vocab, order, number, seed)
+    factors = config.ints("ple_layer_multipliers", order, low=1, high=(2**63 - 1) // shape.vocab, default=None)
+    factors = factors or multipliers(shape.vocab, order, number, config.int("seed", default=1234))
     return NgramTable(parts, factors, torch.tensor(sizes, device=w.device), end)

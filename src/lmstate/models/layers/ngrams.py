@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
+from lmstate.checkpoints.source import RowTable
 from lmstate.models.layers.hyper_connection import HyperBlock
 from lmstate.ops import Norm, Weight
 from lmstate.ops.recurrent.causal_conv import causal_conv, last_inputs, tap_major
@@ -25,7 +26,7 @@ class NgramTable:
     a head's size is its row. Tokens in front of the token `end`, or of the text, count as `end`.
     """
 
-    parts: tuple[Tensor, ...]  # [rows, D] each, one after the other, as the file has them; they may lie in it
+    parts: tuple[RowTable, ...]  # [rows, D] each, one after the other, as the file has them; they may lie in it
     multipliers: tuple[int, ...]  # of a token, of the one before it, ...
     sizes: Tensor  # int64 [H]: rows of each head, those of bigrams first
     end: int

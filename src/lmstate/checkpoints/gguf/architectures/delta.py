@@ -106,7 +106,7 @@ def _qwen_config(metadata: Config, prefix: str, config: HFConfig, tensors: Tenso
         config["shared_expert_intermediate_size"] = shared
 
 
-def _qwen3_5_config(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+def qwen3_5_config(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     """Blocks past the last layer are heads for multi-token prediction."""
     _qwen_config(metadata, prefix, config, tensors)
     drafts = metadata.int(f"{prefix}.nextn_predict_layers", 0, config["num_hidden_layers"] - 1, default=0)
@@ -176,11 +176,11 @@ DELTAS = {
     ),
     "qwen35": Architecture(
         "qwen3_5_text", "Qwen3_5ForCausalLM", QWEN, whole=QWEN_WHOLE, changed=QWEN_CHANGES, tiled=QWEN3_5_TILED,
-        extra=_qwen3_5_config,
+        extra=qwen3_5_config,
     ),
     "qwen35moe": Architecture(
         "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", QWEN, whole=QWEN_WHOLE, changed=QWEN_CHANGES, tiled=QWEN3_5_TILED,
-        extra=_qwen3_5_config,
+        extra=qwen3_5_config,
     ),
     "inkling": Architecture(
         "inkling_text",
