@@ -17,12 +17,14 @@ from lmstate.engine import Engine
 
 class LocalChannel:
     """Calls to an engine of this process. `dies_after`: tokens of an answer after which it is dead. `deaf`: no note
-    arrives. `unreached`: so many requests do not arrive. `hangs`: methods that give no answer."""
+    arrives. `unreached`: so many requests do not arrive. `hangs`: methods that give no answer. `dies_in`: a method, and
+    whether it is done before the death."""
 
     def __init__(self, engine: Engine, rank: int) -> None:
         self.served, self.dead, self.dies_after = ServedEngine(engine, rank), False, -1
         self.taken, self.deaf, self.unreached = 0, False, 0
         self.calls, self.hangs = Counter[str](), set[str]()
+        self.dies_in: tuple[str, bool] | None = None
 
     async def call(self, method: str, told: bytes) -> bytes:
         if self.dead or (self.deaf and method == "note"):
@@ -30,7 +32,13 @@ class LocalChannel:
         self.calls[method] += 1
         if method in self.hangs:
             await asyncio.Event().wait()
+        if self.dies_in == (method, False):
+            self.dead = True
+            raise ReplicaLost("it died")
         found: bytes = await getattr(self.served, method)(told)
+        if self.dies_in == (method, True):
+            self.dead = True
+            raise ReplicaLost("it died")
         return found
 
     async def stream(self, method: str, told: bytes) -> AsyncGenerator[bytes]:

@@ -13,11 +13,13 @@ import pytest
 
 import lmstate
 from lmstate.cluster import Cluster, parts
+from lmstate.cluster.handle import ReplicaLost
 from lmstate.cluster.serving import FrontFiles
 from lmstate.engine import Engine, EngineError
 from lmstate.errors import SnapshotError
 from lmstate.serve import Settings
 from tests.cluster.helpers import LocalChannel, fleet
+from tests.engine.faults import fail_once, retry_at_once
 from tests.serve.running import load_tiny, running
 from tests.vision.test_encode import png, said, saved
 from tests.waiting import wait_until
@@ -90,6 +92,45 @@ def test_a_replica_that_is_lost_is_not_needed_for_a_file(replicas: Fleet, tmp_pa
     session.save(path)
     with Engine(replicas.model) as engine:
         assert engine.load_session("there", path).tokens == session.tokens
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_file_is_loaded_when_its_replica_is_lost_and_the_store_fails(
+    done: bool, replicas: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the replica had stored the session or not, it is there once, and its turns are those of the file."""
+    retry_at_once(monkeypatch)
+    front, path = replicas.cluster.front, tmp_path / "file"
+    with Engine(replicas.model) as alone:
+        alone.session("one").send(list(range(200)), **SHORT).result(600)
+        alone.session("one").save(path)
+        kept = alone.session("one").tokens
+        expected = alone.session("one").send([9], **SHORT).result(600).tokens
+    assert front._tier is not None
+    unfailed = fail_once(front._tier, "read_session")
+    for channel in replicas.channels:
+        channel.dies_in = "load", done
+
+    def load() -> list[int]:
+        return front.load_session("one", path).tokens
+
+    if done:
+        assert load() == kept
+        assert sum(channel.dead for channel in replicas.channels) == 1
+    else:
+        with pytest.raises(ReplicaLost):
+            load()
+        assert all(channel.dead for channel in replicas.channels) and front.find_session("one") is None
+        for channel in replicas.channels:
+            channel.dead, channel.dies_in = False, None
+        replicas.channels[0].dies_in = "load", False
+        wait_until(lambda: sum(one.takes for one in replicas.cluster.status()) == len(replicas.channels))
+        assert load() == kept
+    assert not unfailed
+    session = front.session("one")
+    assert session.generation == 1 and session.send([9], **SHORT).result(600).tokens == expected
+    with pytest.raises(ValueError, match="there is a session 'one' already"):
+        load()
 
 
 def test_files_that_are_no_sessions_are_refused(replicas: Fleet, tmp_path: Path) -> None:

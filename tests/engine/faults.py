@@ -41,6 +41,27 @@ class Fault:
         self.over.set()
 
 
+def fail_once(store: Tier | RecordStore, *calls: str, late: bool = False) -> set[str]:
+    """Have the first call of each name fail: before it does anything, or `late`, after it did all. Returns the calls
+    that did not fail yet."""
+    left = set(calls)
+
+    def faulty(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            if name not in left:
+                return call(*arguments)
+            left.remove(name)
+            if late:
+                call(*arguments)
+            raise OSError("no answer came")
+
+        return run
+
+    for name in calls:
+        setattr(store, name, faulty(name, getattr(store, name)))
+    return left
+
+
 def retry_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have stores that failed, or did not answer in time, asked again at once."""
     monkeypatch.setattr(records, "FIRST_RETRY", 0.01)

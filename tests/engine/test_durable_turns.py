@@ -21,7 +21,7 @@ from lmstate.engine.tiers import Tier, fetch, records
 from lmstate.engine.tiers.blobs import RedisBlobs
 from lmstate.engine.tiers.folder import OLD_SESSIONS, FolderTier
 from lmstate.engine.tiers.shared import SharedTier
-from tests.engine.faults import READS, WRITES, Fault, retry_at_once
+from tests.engine.faults import READS, WRITES, Fault, fail_once, retry_at_once
 from tests.engine.test_shared_tiers import Memory
 from tests.waiting import GUARD, wait_until
 from tests.zoo import ours
@@ -126,6 +126,42 @@ def test_a_change_that_cannot_be_stored_changes_nothing(tier: Tiers) -> None:
         assert engine.find_session("two") is None
         session.undo()
     assert stored(tier, "one") == []
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_file_is_loaded_although_each_call_of_the_store_fails_once(late: bool, tier: Tiers, tmp_path: Path) -> None:
+    with lmstate.Engine(ours("llama")) as engine:
+        turn(engine, "one", 5)
+        engine.session("one").save(path := tmp_path / "file")
+        kept = engine.session("one").tokens
+    store = tier()
+    with lmstate.Engine(ours("llama"), store=store) as engine:
+        unfailed = fail_once(store, "read_session", "write_session", late=late)
+        session = engine.load_session("one", path)
+        assert not unfailed and (session.tokens, session.generation, engine.unstored) == (kept, 1, 0)
+        with pytest.raises(ValueError, match="already"):
+            engine.load_session("one", path)
+        session.undo()
+    assert stored(tier, "one") == []
+
+
+def test_a_file_that_cannot_be_loaded_for_longer_leaves_nothing(
+    tier: Tiers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lmstate.Engine(ours("llama")) as engine:
+        turn(engine, "one", 5)
+        engine.session("one").save(path := tmp_path / "file")
+        kept = engine.session("one").tokens
+    store = tier()
+    with lmstate.Engine(ours("llama"), store=store) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(records, "COMMIT_SECONDS", 0.1)
+            for calls in (READS, WRITES):
+                with Fault(store, *calls), pytest.raises(StoreUnreachable):
+                    engine.load_session("one", path)
+        assert engine.sessions() == []
+        assert engine.load_session("one", path).tokens == kept
+    assert stored(tier, "one") == kept
 
 
 def test_of_two_changes_the_first_counts_and_the_other_is_refused(tier: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:

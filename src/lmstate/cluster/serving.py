@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 from time import monotonic
@@ -21,7 +22,7 @@ from lmstate.cluster.key import RouteKey, route_key
 from lmstate.cluster.placement import RouteCosts
 from lmstate.cluster.remote import LOOK, CallLoop, RemoteReplica
 from lmstate.cluster.wire import WireFacts
-from lmstate.engine.conversations import Conversations
+from lmstate.engine.conversations import Conversations, taken
 from lmstate.engine.options import check_length
 from lmstate.engine.prefix.picture import Prefix
 from lmstate.engine.request import Request
@@ -30,6 +31,7 @@ from lmstate.engine.session import Session, check_name
 from lmstate.engine.session_record import Record
 from lmstate.engine.tiers import RecordStore, open_tier
 from lmstate.engine.tiers.fetch import PatientRecords
+from lmstate.engine.tiers.records import insist
 from lmstate.errors import RanksError, StateError, UnsupportedError
 from lmstate.files.atomic import atomic_write
 from lmstate.generation.params import SamplingParams
@@ -37,6 +39,7 @@ from lmstate.models.config import ModelConfig
 from lmstate.models.describe import WeightTotals
 from lmstate.models.readers import CheckpointReaders
 from lmstate.speculation import DraftReport
+from lmstate.state import Snapshot
 from lmstate.state.validate import token_ids
 from lmstate.text.replay import Replay
 from lmstate.text.tokenizer import Tokenizer
@@ -176,7 +179,7 @@ class ServingFront(Front):
         """A conversation that begins with what is recorded. Raises ValueError if there is one of this name."""
         self._refuse_storeless()
         if self.find_session(name, salt) is not None:
-            raise ValueError(f"there is a session {name!r} already: close it, or take another name")
+            raise taken(name)
         return self._conversations.create(Session(self, name, record, salt))
 
     def refresh(self, session: Session) -> None:
@@ -204,18 +207,29 @@ class ServingFront(Front):
         raise lost or NoReplica()
 
     def load_session(self, name: str, path: str | os.PathLike[str], salt: str = "") -> Session:
-        """As `Engine.load_session`, at the replica that the session's turns go to then."""
+        """As `Engine.load_session`, at the replica that the session's turns go to then, or at the next one if that is
+        lost."""
         self._refuse_storeless()
-        key = route_key([], session=name, tenant=salt)
-        replica = next(self._remote_by_choice(key), None)
-        if replica is None:
-            raise NoReplica()
-        replica.load_session(name, Path(path), salt)
-        if (session := self.find_session(name, salt)) is None:
-            raise StateError(f"session {name!r} was closed while it was loaded")
-        with self._lock:
-            self._placement.sent(replace(key, tokens=len(session.tokens)), replica.id)
-        return session
+        find = partial(self.find_session, name, salt)
+        key, lost = route_key([], session=name, tenant=salt), list[ReplicaLost]()
+        if insist(find) is not None:
+            raise taken(name)
+        for replica in self._remote_by_choice(key):
+            try:
+                replica.load_session(name, Path(path), salt)
+            except ReplicaLost as error:
+                lost.append(error)
+                if (session := insist(find)) is None:
+                    continue
+                if session.record != Record.of(Snapshot.load(path, mmap=True)):  # of another sender
+                    raise taken(name) from None
+                return session  # the replica was lost after it had stored it
+            if (session := insist(find)) is None:
+                raise StateError(f"session {name!r} was closed while it was loaded")
+            with self._lock:
+                self._placement.sent(replace(key, tokens=len(session.tokens)), replica.id)
+            return session
+        raise lost[-1] if lost else NoReplica()
 
     def stored_records(self) -> RecordStore | None:
         """Records of others than sessions in the store, for callers that can wait; None without a store."""

@@ -18,7 +18,7 @@ from lmstate.engine.session import Session, SessionHost
 from lmstate.engine.session_record import KeyedAnswer, Moment, Record
 from lmstate.engine.tiers import SavedSession, Tier
 from lmstate.engine.tiers.fetch import Patience
-from lmstate.engine.tiers.records import Commit, moved
+from lmstate.engine.tiers.records import Commit, insist, moved
 from lmstate.text.replay import Replay
 from lmstate.vision.reader import named
 
@@ -87,25 +87,29 @@ class Conversations:
         """The session of this name: this one, if there is none yet. With `new`, ValueError if there is."""
         with self._lock:
             if new and session.name in self._sessions:
-                raise _taken(session.name)
+                raise taken(session.name)
             return self._sessions.setdefault(session.name, session)
 
-    def create(self, session: Session) -> Session:
-        """Store and add a new session. Raises ValueError if there is one of its name."""
+    def create(self, session: Session, *, patient: bool = False) -> Session:
+        """Store and add a new session. Raises ValueError if there is one of its name.
+
+        `patient`: a store that fails is asked again for a few seconds.
+        """
         with session.beginning():
             self.add(session, new=True)
             try:
                 if self._tier is not None:
-                    if (saved := self._read(session.name)) is not None:
+                    read = partial(self._read, session.name)
+                    if (saved := insist(read) if patient else read()) is not None:
                         if not saved.gone and self._record(saved, session.salt) is not None:
-                            raise _taken(session.name)
+                            raise taken(session.name)
                         self._follow(session, saved)
-                    self.commit(session, session.record)
+                    self.commit(session, session.record, patient=patient)
             except BaseException as error:
                 with self._lock:
                     del self._sessions[session.name]
                 if isinstance(error, SessionMoved):
-                    raise _taken(session.name) from None
+                    raise taken(session.name) from None
                 raise
         return session
 
@@ -139,14 +143,14 @@ class Conversations:
             self._patience.ask(partial(self._tier.set_aside_session, session.name))
         session.confirm(saved)
 
-    def commit(self, session: Session, record: Record) -> None:
+    def commit(self, session: Session, record: Record, *, patient: bool = False) -> None:
         """Store a session's next record; then it counts. Raises SessionMoved or StoreUnreachable."""
-        session.adopt(record, None if self._tier is None else self._stored(session, session.saved(record)))
+        session.adopt(record, None if self._tier is None else self._stored(session, session.saved(record), patient))
 
-    def _stored(self, session: Session, saved: SavedSession) -> SavedSession:
+    def _stored(self, session: Session, saved: SavedSession, patient: bool = False) -> SavedSession:
         assert self._tier is not None
         commit = self._tier.records.commit(saved)
-        if (stored := commit.answer.result()) is None:
+        if (stored := commit.waited_for() if patient else commit.answer.result()) is None:
             self._tier.records.withdraw(commit)
             if session in self._unstored:
                 self._commit_later(session, session.record)
@@ -286,5 +290,5 @@ class Conversations:
             self._replay.remember(messages, record.tokens[: moment.tokens], salt)
 
 
-def _taken(name: str) -> ValueError:
+def taken(name: str) -> ValueError:
     return ValueError(f"there is a session {name!r} already: close it, or take another name")

@@ -7,10 +7,11 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmstate.engine.conversations import Conversations
+from lmstate.engine.conversations import Conversations, taken
 from lmstate.engine.options import check_salt
 from lmstate.engine.request import Request
 from lmstate.engine.results import EngineClosed
@@ -20,6 +21,7 @@ from lmstate.engine.session_record import Record
 from lmstate.engine.thread import EngineThread
 from lmstate.engine.tiers import RecordStore
 from lmstate.engine.tiers.fetch import PatientRecords
+from lmstate.engine.tiers.records import insist
 from lmstate.errors import SnapshotError
 from lmstate.generation.prompts import refuse_no_messages
 from lmstate.state import Snapshot, State
@@ -88,20 +90,24 @@ class SessionEngine(EngineThread):
 
     def new_session(self, name: str, record: Record, salt: str = "") -> Session:
         """A conversation that begins with what is recorded. Raises ValueError if there is one of this name."""
-        if self.find_session(name, salt) is not None:
-            raise ValueError(f"there is a session {name!r} already: close it, or take another name")
-        session = self._conversations.create(Session(self, name, record, salt))
+        return self._new_session(name, record, salt)
+
+    def _new_session(self, name: str, record: Record, salt: str, *, patient: bool = False) -> Session:
+        find = partial(self.find_session, name, salt)
+        if (insist(find) if patient else find()) is not None:
+            raise taken(name)
+        session = self._conversations.create(Session(self, name, record, salt), patient=patient)
         self._conversations.remember(record, salt)
         self.changed(session)
         return session
 
     def load_session(self, name: str, path: str | os.PathLike[str] | Snapshot, salt: str = "") -> Session:
         """A conversation from a file that `Session.save` wrote, or from the snapshot in it. Raises SnapshotError for a
-        damaged file, or one of another kind."""
+        damaged file, or one of another kind, ValueError if there is a session of this name, and StoreUnreachable if the
+        store fails for longer than a few seconds."""
         snapshot = path if isinstance(path, Snapshot) else Snapshot.load(path)
         try:
-            record = Record.from_json(list(snapshot.tokens), snapshot.notes)
-            record.media = list(snapshot.media)
+            record = Record.of(snapshot)
         except ValueError as error:
             raise SnapshotError(f"{'it' if path is snapshot else path} holds no session of lmstate: {error}") from None
 
@@ -112,7 +118,7 @@ class SessionEngine(EngineThread):
 
         check_salt(salt)
         self._called(take)
-        return self.new_session(name, record, salt)
+        return self._new_session(name, record, salt, patient=True)
 
     def save_session(self, record: Record, path: Path, salt: str = "", name: str | None = None) -> None:
         """See `SessionHost.save_session`."""

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from lmstate.errors import EmbeddingsGone
 from lmstate.generation.row import Finish
-from lmstate.state import MediaSpan
+from lmstate.state import MediaSpan, Snapshot
 from lmstate.state.media import spans_from_json, spans_to_json
 from lmstate.text.nesting import refuse_deep
 from lmstate.vision.reader import PicturePrompt, SeeingModel, pictures_of
@@ -112,6 +112,13 @@ class Record:
         if self.parent is not None:
             told["parent"] = self.parent
         return json.dumps(told, default=to_json)
+
+    @staticmethod
+    def of(snapshot: Snapshot) -> Record:
+        """The record of a session's file. Raises ValueError where it has none."""
+        record = Record.from_json(list(snapshot.tokens), snapshot.notes)
+        record.media = list(snapshot.media)
+        return record
 
     @staticmethod
     def from_json(tokens: list[int], text: str) -> Record:

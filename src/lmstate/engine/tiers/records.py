@@ -7,15 +7,16 @@ do not wait behind entries, which are large.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from threading import Condition, Thread, Timer
-from time import monotonic
-from typing import Protocol
+from time import monotonic, sleep
+from typing import Protocol, TypeVar
 
 from lmstate.engine.prefix.digests import packed, unpacked
-from lmstate.engine.results import EngineClosed, SessionMoved
+from lmstate.engine.results import EngineClosed, SessionMoved, StoreUnreachable
 from lmstate.engine.tiers.record_store import StoredRecord, joined, parted
 from lmstate.errors import SnapshotError
 
@@ -24,6 +25,8 @@ COMMIT_SECONDS = 5.0  # that an answer waits for its record to be stored
 FIRST_RETRY, LAST_RETRY = 0.5, 30.0  # seconds between two attempts; they double
 CHANGES = 32  # whose ids a record has
 CLOSING_RETRY = 0.1  # seconds between two attempts at close
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,12 @@ class Commit:
         self._timer = Timer(COMMIT_SECONDS, self.tell, (None,))
         self._timer.daemon = True
         self._timer.start()
+
+    def waited_for(self) -> SavedSession | None:
+        """Wait for it through failures, as long as for an answer that does not come. None if it is not stored."""
+        with suppress(TimeoutError):
+            return self.done.result(COMMIT_SECONDS)
+        return None
 
     @property
     def late(self) -> bool:
@@ -227,8 +236,7 @@ class RecordWriter:
             )
         commit.tell(None)
         with self._changed:
-            longer = min(max(FIRST_RETRY, 2 * commit.wait), LAST_RETRY)
-            commit.wait = CLOSING_RETRY if self._closing else longer
+            commit.wait = CLOSING_RETRY if self._closing else _longer(commit.wait)
             commit.due = monotonic() + commit.wait
             if self._now is commit and not self._closed:  # else it was withdrawn
                 self._commits.setdefault(commit.saved.name, commit)  # a newer one counts instead
@@ -253,6 +261,26 @@ class RecordWriter:
             # back.
             saved = saved.after(there)
         raise OSError("the record in the store changes all the time")
+
+
+def insist(action: Callable[[], Result]) -> Result:
+    """Return `action()`, tried again with the pauses of a writer while it raises StoreUnreachable.
+
+    Raises that once an answer would not wait longer for its record.
+    """
+    wait, until = 0.0, monotonic() + COMMIT_SECONDS
+    while True:
+        try:
+            return action()
+        except StoreUnreachable:
+            wait = _longer(wait)
+            if monotonic() + wait > until:
+                raise
+        sleep(wait)
+
+
+def _longer(wait: float) -> float:
+    return min(max(FIRST_RETRY, 2 * wait), LAST_RETRY)
 
 
 def moved(name: str, there: SavedSession) -> SessionMoved:
