@@ -154,11 +154,11 @@ def test_a_chat_refuses_what_is_no_picture(seeing: lmstate.Model, files: list[st
     assert result.stdout.splitlines()[1:] == answer(seeing, said(FIRST, "hi")).splitlines()
     conversation = ChatConversation(seeing, max_new_tokens=6)
     assert complete(f"/image {tmp_path}/fi", COMMANDS, conversation) == [f"/image {files[0]}"]
-    conversation.pictures = [FIRST] * 65
+    conversation.files = [FIRST] * 65
     with pytest.raises(lmstate.StateError, match="64"):
         list(conversation.ask("?"))
-    assert conversation.messages == [] == conversation.pictures
+    assert conversation.messages == [] == conversation.files
     blind = ChatConversation(scripted())
     with pytest.raises(lmstate.UnsupportedError, match="pictures are read by"):
         run_command(f"/image {files[0]}", COMMANDS, blind)
-    assert not blind.pictures
+    assert not blind.files

@@ -21,8 +21,9 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromi
 @contextmanager
 def chromium() -> Iterator[Any]:
     with api.sync_playwright() as playwright:
-        # Containers have no user namespaces for Chromium's own sandbox.
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=1000 * GUARD)
+        # Containers have no user namespaces for Chromium's own sandbox, and no microphone: a fake one beeps.
+        options = ["--no-sandbox", "--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=options, timeout=1000 * GUARD)
         yield browser
         browser.close()
 

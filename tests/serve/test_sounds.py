@@ -90,7 +90,7 @@ def test_bad_sounds_are_refused(client: openai.OpenAI, server: Running) -> None:
         (heard(wav(noise(1.5))), "1.5 seconds"),
         ({"type": "input_audio"}, "input_audio"),
         ({"type": "input_audio", "input_audio": {"data": "???", "format": "wav"}}, "base64"),
-        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "damaged"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "sounds alone"),
     ):
         with pytest.raises(openai.BadRequestError, match=why):
             client.chat.completions.create(model="tiny", messages=asked(part, "x"), max_tokens=1)

@@ -93,6 +93,8 @@ class SoundReader(PictureReader):
     `pixels`: the feature extractor; `processor`: None for the families of `WINDOWED`.
     """
 
+    kinds = ("audio",)
+
     @staticmethod
     def open(path: Path, tokenizer: Tokenizer, device: Any = "cpu") -> SoundReader:
         """Raises what `SoundTower.open` does, and `ModelError` where transformers cannot read the processor's files."""

@@ -26,10 +26,17 @@ BLOCK = 2**20  # products that are made at a time: several for each sample
 
 
 def sound_file(path: Path) -> bytes:
-    """The content of a file of sound. Raises `StateError` for one that is too large, `OSError` as reading does."""
-    if (size := path.stat().st_size) > MOST_BYTES:
-        raise StateError(f"{path}: a sound has {size} bytes; it may have {MOST_BYTES}")
-    return path.read_bytes()
+    """The content of a WAV file, checked as `read_wav` does.
+
+    Raises `StateError`, which names the file, for anything but a sound; `OSError` for a file that cannot be read.
+    """
+    try:
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise StateError(f"a sound has {size} bytes; it may have {MOST_BYTES}")
+        check_wav(content := path.read_bytes())
+    except StateError as error:
+        raise StateError(f"{path}: {error}") from None
+    return content
 
 
 def read_wav(data: bytes, rate: int, most_seconds: float = MOST_SECONDS) -> Tensor:
@@ -38,6 +45,17 @@ def read_wav(data: bytes, rate: int, most_seconds: float = MOST_SECONDS) -> Tens
     Channels are averaged. Raises `StateError` for a file that is too large or too long, cut short, or no WAV of whole
     numbers: its length is checked before anything is unpacked.
     """
+    samples, own_rate = _unpacked(data, most_seconds)
+    return resampled(samples, own_rate, rate)
+
+
+def check_wav(data: bytes) -> None:
+    """Raise as `read_wav` for anything but a WAV file that it reads."""
+    _unpacked(data, MOST_SECONDS)
+
+
+def _unpacked(data: bytes, most_seconds: float) -> tuple[Tensor, int]:
+    """The samples of a WAV file, float32 `[N]`, and how many are of a second. Raises as `read_wav`."""
     if not isinstance(data, bytes | bytearray | memoryview):
         raise StateError(f"a sound is {data!r:.80}; give the bytes of a WAV file")
     if len(data) > MOST_BYTES:
@@ -59,8 +77,7 @@ def read_wav(data: bytes, rate: int, most_seconds: float = MOST_SECONDS) -> Tens
         ) from error
     if len(frames) != count * channels * width:
         raise StateError(f"a sound is cut short: it has {len(frames)} of {count * channels * width} bytes of samples")
-    samples = _numbers(frames, width).view(count, channels).mean(1)
-    return resampled(samples, own_rate, rate)
+    return _numbers(frames, width).view(count, channels).mean(1), own_rate
 
 
 def seconds_of(data: bytes) -> float:

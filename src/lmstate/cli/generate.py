@@ -60,6 +60,14 @@ def generate(
             "--image", metavar="FILE", help="A picture in front of the prompt, for a model that sees. Repeatable."
         ),
     ] = None,
+    audio: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--audio",
+            metavar="FILE",
+            help="A sound in front of the prompt, of a WAV file, for a model that hears in conversations. Repeatable.",
+        ),
+    ] = None,
     max_tokens: options.MaxTokens = 256,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
@@ -134,8 +142,9 @@ def generate(
     # Importing torch takes seconds: mistakes are told before, wherever they can be.
     options.refuse_unknown(model, threads, draft)
     bias = options.logit_bias(logit_bias)
+    named = [*(image or ()), *(audio or ())]
     text = as_text(
-        _prompt(prompt, prompt_file, optional=state is not None or source is not None or bool(image)), "the prompt"
+        _prompt(prompt, prompt_file, optional=state is not None or source is not None or bool(named)), "the prompt"
     )
     system = None if system is None else as_text(system, "--system")
     if chat is False and system is not None:
@@ -146,9 +155,10 @@ def generate(
         raise typer.BadParameter("--source begins an answer; it does not go with --state, --system or --chat")
     if (language is not None or translate) and source is None:
         raise typer.BadParameter("--language and --translate are about a --source: give the name of a WAV file")
-    if image and (source is not None or chat is False):
-        raise typer.BadParameter("--image goes with a question in the chat template, not with --source or --raw")
-    for path in image or ():
+    if named and (source is not None or chat is False):
+        given = "--image goes" if image else "--audio goes"
+        raise typer.BadParameter(f"{given} with a question in the chat template, not with --source or --raw")
+    for path in named:
         path.stat()  # before torch is imported
     if state is not None:
         state.stat()  # before a model is loaded for nothing
@@ -196,7 +206,7 @@ def generate(
                 raise ValueError("--draft was given, and a beam search verifies no drafts")
     sampling = options.SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     kv = options.kv_storage(kv_bits)
-    pictures = [picture_file(path) for path in image or ()]
+    files = [*map(picture_file, image or ()), *map(sound_file, audio or ())]
     loaded = options.load_model(
         model, weights, threads, adapter, draft, device, activations, ctx_size, parallel, parallel_mode
     )
@@ -222,9 +232,9 @@ def generate(
         _, (ids,), _ = with_source(loaded, as_text(source, "--source"), text or None, empty)
         request = GenerateRequest(empty, ids, None)
     elif state is None:
-        request = _begin(loaded, empty, text, pictures, chat, system)
+        request = _begin(loaded, empty, text, files, chat, system)
     else:
-        request = _go_on(loaded, empty, state, text, pictures, chat)
+        request = _go_on(loaded, empty, state, text, files, chat)
     held = request.state.lengths[0]
     warn_of_length(loaded, held, held + len(request.ids))
     params = sampling_params(sampling.of(loaded), limits)
@@ -282,7 +292,7 @@ def _prompt(given: str | None, file: Path | None, optional: bool) -> str:
 
 
 def _begin(
-    model: Model, state: State, text: str, pictures: list[bytes], chat: bool | None, system: str | None
+    model: Model, state: State, text: str, files: list[bytes], chat: bool | None, system: str | None
 ) -> GenerateRequest:
     """A request on an empty state."""
     from lmstate.cli.chat.messages import question_of
@@ -293,18 +303,16 @@ def _begin(
         chat = tokenizer.has_chat_template
         if not chat and system is not None:
             raise ValueError("--system was given, but the model has no chat template to put it in")
-        if not chat and pictures:
-            raise ValueError("--image was given, but the model has no chat template to put a picture in")
+        if not chat and files:
+            raise ValueError(f"{_option(files)} was given, but the model has no chat template to put a file in")
     if not chat:
         return GenerateRequest(state, tokenizer.encode(text), None)
     messages: list[Message] = [{"role": "system", "content": system}] if system is not None else []
-    messages.append(question_of(text, pictures))
+    messages.append(question_of(text, files))
     return GenerateRequest(state, align(state, model.encode(messages, add_generation_prompt=True)), messages)
 
 
-def _go_on(
-    model: Model, state: State, path: Path, text: str, pictures: list[bytes], chat: bool | None
-) -> GenerateRequest:
+def _go_on(model: Model, state: State, path: Path, text: str, files: list[bytes], chat: bool | None) -> GenerateRequest:
     """A request on a saved state, restored to an empty one: the next question of a conversation, or more of a text."""
     from lmstate.cli.chat.messages import messages_of, question_of
     from lmstate.generation.conversation import align
@@ -312,14 +320,21 @@ def _go_on(
 
     snapshot = Snapshot.load(path)
     messages = messages_of(snapshot)
-    if (chat or pictures) and messages is None:
-        given = "--image" if pictures else "--chat"
+    if (chat or files) and messages is None:
+        given = _option(files) if files else "--chat"
         raise ValueError(f"{path} holds a text, no conversation; leave out {given} to go on with the text")
     state.restore(0, snapshot)
-    if messages is None or chat is False or not (text or pictures):
+    if messages is None or chat is False or not (text or files):
         return GenerateRequest(state, model.tokenizer.encode(text, add_special_tokens=False) if text else [], None)
-    messages.append(question_of(text, pictures))
+    messages.append(question_of(text, files))
     return GenerateRequest(state, align(state, model.encode(messages, add_generation_prompt=True)), messages)
+
+
+def _option(files: list[bytes]) -> str:
+    """The option that gave the first of these files."""
+    from lmstate.vision.reader import kind_of_file
+
+    return f"--{kind_of_file(files[0])}"
 
 
 def _result(generation: Generation | BeamSearch, prompt: int) -> dict[str, object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -12,7 +12,7 @@ from threading import Lock
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lmstate.errors import ModelError, StateError
+from lmstate.errors import ModelError, StateError, UnsupportedError
 from lmstate.state.media import MediaSpan, identities
 from lmstate.state.sources import Source, SourceFeatures
 from lmstate.vision.families import OPTIONS, TIDIED, UNTILED, WRITERS
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 KINDS = ("image", "audio")  # of parts of messages that have a file: sounds take the road of pictures
+NAMES = {"image": "a picture", "audio": "a sound"}
+PLURALS = {"image": "pictures", "audio": "sounds"}
 MOST_PICTURES = 64  # of a conversation
 MOST_PIXELS = 2**27  # of all of them together
 
@@ -73,6 +75,8 @@ class PictureReader:
     `processor`: transformers' own of the family, which writes the places of tiles; None where there are no tiles.
     """
 
+    kinds: tuple[str, ...] = ("image",)  # of parts that it reads
+
     def __init__(self, tower: Tower, pixels: Any, processor: Any, tokenizer: Tokenizer) -> None:
         self.tower, self.pixels, self.processor, self.tokenizer = tower, pixels, processor, tokenizer
         self._one = Lock()  # the pictures of one conversation at a time: they bound the memory, and leave processors
@@ -91,8 +95,17 @@ class PictureReader:
             raise ModelError(f"transformers cannot read the processor of {path}: {str(error)[:200]}") from error
         return PictureReader(tower, made if untiled else made.image_processor, None if untiled else made, tokenizer)
 
+    def refuse_others(self, kinds: Iterable[str]) -> None:
+        """Raise UnsupportedError for kinds of parts that the model does not read."""
+        if others := set(kinds) - set(self.kinds):
+            raise UnsupportedError(
+                f"{NAMES[min(others)]} was given, and {self.tower.family} models read "
+                f"{' and '.join(PLURALS[kind] for kind in self.kinds)} alone"
+            )
+
     def encode(self, messages: Sequence[Message], **variables: Any) -> PicturePrompt:
         """See `Model.encode`."""
+        self.refuse_others(part["type"] for part in chain.from_iterable(map(_parts, messages)) if _is_picture(part))
         texts = self.texts(pictures_of(messages))
         return texts.prompt(texts.chat(named(messages), **variables))
 
@@ -224,6 +237,17 @@ def name_of(picture: bytes | bytearray | memoryview) -> str:
 def picture_part(name: str, kind: str = "image") -> dict[str, Any]:
     """A picture in a message, as a template sees it; or a sound, of the kind "audio"."""
     return {"type": kind, "sha256": name}
+
+
+def kind_of_file(file: bytes | bytearray | memoryview) -> str:
+    """The kind of part that a file is: "audio" for a WAV file, "image" for any other."""
+    return "audio" if (file[:4], file[8:12]) == (b"RIFF", b"WAVE") else "image"
+
+
+def file_part(file: bytes) -> dict[str, Any]:
+    """A picture or a sound in a message, with the bytes of its file."""
+    kind = kind_of_file(file)
+    return {"type": kind, kind: file}
 
 
 def _parts(message: Any) -> Iterator[Any]:

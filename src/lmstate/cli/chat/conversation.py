@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
+from lmstate.audio.wav import sound_file
 from lmstate.cli.chat.branches import FIRST
 from lmstate.cli.chat.messages import Message, asked, messages_of, question_of
 from lmstate.cli.output import Interrupt
@@ -70,7 +71,7 @@ class ChatConversation:
         self.system = system
         self.params = sampling_params(sampler, {"max_new_tokens": max_new_tokens})
         self.report: Report | None = None  # of the last answer
-        self.pictures: list[bytes] = []  # that go with the next question
+        self.files: list[bytes] = []  # pictures and sounds that go with the next question
         model.on_part = None  # the engine reads prompts in parts of its own, on its thread
         self.engine = Engine(model, rows=1, memory=MEMORY, draft=draft, kv=kv)
         self.branches: dict[str, Session] = {}
@@ -125,25 +126,25 @@ class ChatConversation:
                 return asked(message)
         raise ValueError("nothing was asked yet")
 
-    def attach(self, path: Path) -> None:
-        """Have a picture go with the next question.
+    def attach(self, path: Path, kind: str) -> None:
+        """Have a picture ("image") or a sound ("audio") go with the next question.
 
-        Raises what `picture_file` does, and `UnsupportedError` for a model whose pictures are not read.
+        Raises what `picture_file` and `sound_file` do, and `UnsupportedError` for a model that does not read such ones.
         """
-        content = picture_file(path)
-        self.model.pictures()
-        self.pictures.append(content)
+        content = picture_file(path) if kind == "image" else sound_file(path)
+        self.model.pictures().refuse_others([kind])
+        self.files.append(content)
 
     # ---- answers
 
     def ask(self, question: str) -> Generator[str]:
         """The answer, piece by piece. The pieces given out are kept, also if the iterator is closed. A question without
-        any answer leaves no trace, and neither do its pictures; nor does one whose answer an error ends.
+        any answer leaves no trace, and neither do its files; nor does one whose answer an error ends.
         """
         self.engine.clear_prefixes()  # of answers that were taken back
         self.session.mark()  # an /undo of this turn comes back here
-        before, message = self.session.record, question_of(question, self.pictures)
-        self.pictures = []
+        before, message = self.session.record, question_of(question, self.files)
+        self.files = []
         request = self._request = self.session.send([*before.messages, message], params=self.params)
         request.max_unread = MAX_UNREAD
         warn_of_length(self.model, len(before.tokens), len(request.prompt))
@@ -190,11 +191,11 @@ class ChatConversation:
         )
 
     def edit(self, question: str) -> Generator[str]:
-        """`ask` in the place of the last question, with its pictures. It stays with its answer where no other comes."""
+        """`ask` in the place of the last question, with its files. It stays with its answer where no other comes."""
         record = self.session.record
         self.undo(1)
         before = self.messages
-        self.pictures = [*pictures_of(record.messages[len(before) :][:1]), *self.pictures]
+        self.files = [*pictures_of(record.messages[len(before) :][:1]), *self.files]
         try:
             yield from self.ask(question)
         finally:
@@ -298,7 +299,7 @@ class ChatConversation:
         for session in self.branches.values():
             session.close()
         self.branches = {name: self.engine.new_session(name, record) for name, record in records.items()}
-        self.current, self.pictures = current, []
+        self.current, self.files = current, []
 
     def _remember(self, what: str) -> None:
         self._replaced = Replaced(what, {name: each.record for name, each in self.branches.items()}, self.current)

@@ -8,19 +8,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmstate.state import Snapshot
+from lmstate.vision.reader import KINDS, file_part
 from lmstate.vision.stored import to_json, with_bytes
 
 Message = dict[str, Any]
-"""`role`, and `content`: a text, or parts of text and of pictures (`{"type": "image", "image": bytes}`)."""
+"""`role`, and `content`: a text, or parts of text, pictures and sounds (`{"type": "image", "image": bytes}`)."""
 ROLES = ("system", "user", "assistant")
-SHOWN = "[picture]"
+SHOWN = {"image": "[picture]", "audio": "[sound]"}
 
 
-def question_of(text: str, pictures: Sequence[bytes]) -> Message:
-    """A message of the user: its pictures, and the text behind them."""
-    if not pictures:
+def question_of(text: str, files: Sequence[bytes]) -> Message:
+    """A message of the user: its pictures and sounds, and the text behind them."""
+    if not files:
         return {"role": "user", "content": text}
-    parts: list[dict[str, Any]] = [{"type": "image", "image": picture} for picture in pictures]
+    parts = list(map(file_part, files))
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}] if text else parts}
 
 
@@ -28,11 +29,11 @@ def shown(message: Message) -> str:
     """The text of a message as a terminal shows it."""
     if isinstance(content := message["content"], str):
         return content
-    return " ".join(SHOWN if part["type"] == "image" else part["text"] for part in content)
+    return " ".join(SHOWN.get(part["type"]) or part["text"] for part in content)
 
 
 def asked(message: Message) -> str:
-    """The text of a message without its pictures."""
+    """The text of a message without its pictures and sounds."""
     if isinstance(content := message["content"], str):
         return content
     return " ".join(part["text"] for part in content if part["type"] == "text")
@@ -48,8 +49,8 @@ def is_message(value: Any) -> bool:
 
 
 def _is_part(part: dict[str, Any]) -> bool:
-    if part.get("type") == "image":
-        return set(part) == {"type", "image"} and isinstance(part["image"], bytes)
+    if (kind := part.get("type")) in KINDS:
+        return set(part) == {"type", kind} and isinstance(part[kind], bytes)
     return set(part) == {"type", "text"} and part["type"] == "text" and isinstance(part["text"], str)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from lmstate.cli.chat.conversation import ChatConversation
 from lmstate.cli.chat.input import PROMPT, quoted
 from lmstate.cli.chat.messages import shown
 from lmstate.cli.output import size
+from lmstate.vision.reader import PLURALS, kind_of_file
 
 
 class ExitChat(Exception):
@@ -58,7 +60,7 @@ def complete(begun: str, commands: Mapping[str, Command], conversation: ChatConv
         lines = [f"{name} {branch}" for branch in conversation.branches if branch != conversation.current]
     elif name == "/set":
         lines = [f"{name} {setting} " for setting in conversation.settings()]
-    elif name in ("/load", "/save", "/image"):
+    elif name in ("/load", "/save", "/image", "/audio"):
         force = "--force " if name == "/save" and argument.startswith("--force ") else ""
         lines = [f"{name} {force}{path}" for path in _paths(argument.removeprefix(force))]
     else:
@@ -122,11 +124,20 @@ def _edit(conversation: ChatConversation, argument: str) -> str:
 
 
 def _image(conversation: ChatConversation, argument: str) -> str:
+    return _attach(conversation, argument, "image")
+
+
+def _audio(conversation: ChatConversation, argument: str) -> str:
+    return _attach(conversation, argument, "audio")
+
+
+def _attach(conversation: ChatConversation, argument: str, kind: str) -> str:
     if not argument:
-        raise ValueError("/image needs a file name")
-    conversation.attach(Path(argument).expanduser())
-    count = len(conversation.pictures)
-    return f"{count} picture{'s' * (count != 1)} will go with the next question"
+        raise ValueError(f"/{kind} needs a file name")
+    conversation.attach(Path(argument).expanduser(), kind)
+    counts = Counter(map(kind_of_file, conversation.files))
+    told = (f"{count} {PLURALS[each].removesuffix('s' * (count == 1))}" for each, count in counts.items())
+    return f"{' and '.join(told)} will go with the next question"
 
 
 def _regenerate(conversation: ChatConversation, argument: str) -> str:
@@ -214,8 +225,9 @@ COMMANDS: dict[str, Command] = {
         Command("/tokens", "how many tokens the state holds", _tokens),
         Command("/memory", "bytes that the state holds, by layer kind", _memory),
         Command("/undo [N]", "take back the last N turns (1), or the last /clear or /load", _undo),
-        Command("/edit TEXT", "ask TEXT in the place of the last question, with its pictures", _edit),
+        Command("/edit TEXT", "ask TEXT in the place of the last question, with its files", _edit),
         Command("/image FILE", "have a picture go with the next question", _image),
+        Command("/audio FILE", "have a sound go with the next question, of a WAV file", _audio),
         Command("/regen", "answer the last question once more, in the place of its answer", _regenerate),
         Command("/history", "what was said", _history),
         Command("/system [TEXT]", "show the system message, or set it", _system),

@@ -11,7 +11,7 @@ from lmstate.errors import ModelError, StateError
 from lmstate.serve.answer.handlers import unreadable
 from lmstate.serve.wire.errors import ApiError
 from lmstate.serve.wire.picture_sources import SOUND
-from lmstate.vision.reader import MOST_PICTURES, name_of, picture_part
+from lmstate.vision.reader import MOST_PICTURES, kind_of_file, name_of, picture_part
 
 if TYPE_CHECKING:
     from lmstate.vision.reader import PicturedTexts, PictureReader
@@ -47,13 +47,13 @@ class Pictures:
             except ModelError as error:
                 raise unreadable(error) from error
             files = {url: fetch(url) for url in dict.fromkeys(placed)}
+            kinds = {url: "audio" if url.startswith(SOUND) else kind_of_file(file) for url, file in files.items()}
+            reader.refuse_others(kinds.values())
             self.texts: PicturedTexts = reader.texts([files[url] for url in placed])
         except (StateError, ModelError) as error:
             raise ApiError(str(error), param="messages") from None
         self._parts: Mapping[str, dict[str, Any]] = {
-            mark: picture_part(name_of(files[url]), "audio" if url.startswith(SOUND) else "image")
-            for mark, url in known.items()
-            if url in files
+            mark: picture_part(name_of(files[url]), kinds[url]) for mark, url in known.items() if url in files
         }
 
     def parts(self, content: str) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from lmstate.serve.answer.service import Service
 from lmstate.serve.conversations.store import ConversationStore
 from lmstate.serve.conversations.tree import Conversation, MessageNode
 from lmstate.serve.wire.errors import ApiError
-from lmstate.vision.reader import PicturePrompt
+from lmstate.vision.reader import PicturePrompt, file_part
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,6 @@ class BranchPrompts:
         record.media = list(self.prompt(conversation, answer).media)
         for node, message in zip(path, record.messages[-len(path) :]):
             if node.pictures:
-                shown = [{"type": "image", "image": self.picture(conversation, name)} for name in node.pictures]
+                shown = [file_part(self.picture(conversation, name)) for name in node.pictures]
                 message["content"] = [*shown, {"type": "text", "text": node.text}]
         return record

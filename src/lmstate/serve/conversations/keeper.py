@@ -165,7 +165,8 @@ class Keeper(AnswerWriter):
             raise ApiError("a message follows an answer: answer the message before it first", param="parent")
         if parent is not None and parent.status == "running":
             raise ApiError("the answer above is still being written: wait for it, or stop it", 409, param="parent")
-        user = MessageNode(new_id("m", 10), None if parent is None else parent.id, "user", text, names, created=time())
+        above, sounds = None if parent is None else parent.id, live.conversation.sounds(names, new)
+        user = MessageNode(new_id("m", 10), above, "user", text, names, sounds, created=time())
         answer = await self._answer(live, user, new)
         return user, answer
 
@@ -186,7 +187,8 @@ class Keeper(AnswerWriter):
         answer.base, answer.added, answer.start = base, prompt.tokens[base:], len(prompt.tokens)
         title = conversation.title
         if title == UNTITLED:
-            title = " ".join(user.text.split())[:60] or ("A picture" if user.pictures else UNTITLED)
+            of_files = "A sound" if user.sounds else "A picture" if user.pictures else UNTITLED
+            title = " ".join(user.text.split())[:60] or of_files
         changed = [answer] if pictures is None else [user, answer]
         await self._begin(live, answer, request, prompt.media, changed, title, pictures)
         return answer

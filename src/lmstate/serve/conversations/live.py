@@ -136,6 +136,7 @@ class Live:
             "parent": node.parent,
             "role": node.role,
             "pictures": node.pictures,
+            "sounds": node.sounds,
             "status": node.status,
             "error": node.error or (UNSAVED if node.id in self.unsaved else ""),
             "reasoning": node.reasoning,

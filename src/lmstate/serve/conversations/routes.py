@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.types import ASGIApp
 
+from lmstate.audio.wav import check_wav
 from lmstate.engine.session import Session
 from lmstate.generation.sampling import FILTERS
 from lmstate.serve.answer.handlers import json_response
@@ -33,11 +34,11 @@ from lmstate.serve.wire.schema.sessions import PageConversation, PageFork, PageM
 from lmstate.serve.wire.sse import EventStream, comment, data
 from lmstate.serve.wire.tenants import caller
 from lmstate.vision.pictures import read_picture
-from lmstate.vision.reader import MOST_PICTURES, PicturePrompt, name_of
+from lmstate.vision.reader import KINDS, MOST_PICTURES, PLURALS, PicturePrompt, kind_of_file, name_of
 
 MOST_PREFIXES, MOST_BACK = 200, 20  # of the store, and of earlier answers, that the panel of the state tells of
-# The first bytes of a picture's file, and its type.
-KINDS = {b"\x89PNG": "image/png", b"\xff\xd8": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
+# The first bytes of a picture's file, and its media type.
+TYPES = {b"\x89PNG": "image/png", b"\xff\xd8": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
 WAIT, LOOK = 5.0, 0.5  # seconds after which a page that hears nothing is told so; between looks for the server's end
 
 
@@ -60,6 +61,7 @@ async def about(service: Service, request: Request) -> ASGIApp:
             "max_tokens": service.settings.max_new_tokens,
             "chats": service.engine.chats,
             "pictures": service.sees,
+            "sounds": service.takes_sounds,
             "kept": service.settings.lasting_folder is not None or keeper(request).shared,
             "temperature": suggested.temperature,
             "top_p": suggested.top_p,
@@ -165,7 +167,9 @@ async def picture(service: Service, request: Request) -> ASGIApp:
     if not live.conversation.has_picture(name):
         raise ApiError(f"the conversation has no picture {name[:100]!r}", 404)
     content = await asyncio.to_thread(keeper(request).branches.picture, live.conversation, name)
-    kind = next((kind for start, kind in KINDS.items() if content.startswith(start)), "application/octet-stream")
+    kind = next((kind for start, kind in TYPES.items() if content.startswith(start)), "application/octet-stream")
+    if kind_of_file(content) == "audio":
+        kind = "audio/wav"
     return Response(content, headers={**HEADERS, "cache-control": "no-store"}, media_type=kind)
 
 
@@ -320,17 +324,21 @@ def nodes_of(service: Service, session: Session) -> tuple[list[MessageNode], str
         role, (text, files) = message.get("role"), parted_content(message.get("content"))
         if not isinstance(text, str) or role not in ("system", "user", "assistant"):
             raise ApiError("the file's session has messages that are not text of system, user or assistant")
-        if files and (role != "user" or not service.sees):
-            raise ApiError("the file's session has pictures, and this server's model sees none")
+        kinds = set(map(kind_of_file, files))
+        taken = {"image": service.sees, "audio": service.takes_sounds}
+        if files and (role != "user" or not all(taken[kind] for kind in kinds)):
+            told_of = " and ".join(PLURALS[kind] for kind in sorted(kinds))
+            raise ApiError(f"the file's session has {told_of}, and this server's model does not read all of them")
         if role == "system":
             system = f"{system}\n\n{text}".strip()
             continue
         if role != ("user" if not nodes or nodes[-1].role == "assistant" else "assistant"):
             raise ApiError("the file's session does not take turns: its messages cannot be shown as a conversation")
         names = [name_of(file) for file in files]
+        sounds = [name for name, file in zip(names, files) if kind_of_file(file) == "audio"]
         pictures |= dict(zip(names, files))
         above = nodes[-1].id if nodes else None
-        node = MessageNode(new_id("m", 10), above, role, text, names, created=time(), system=system)
+        node = MessageNode(new_id("m", 10), above, role, text, names, sounds, created=time(), system=system)
         if role == "assistant":
             start, stop, node.end = place(message.get("lmstate"), length, len(tokens))
             if index == len(told) - 1:
@@ -343,15 +351,16 @@ def nodes_of(service: Service, session: Session) -> tuple[list[MessageNode], str
     if (count := sum(len(node.pictures) for node in nodes)) > MOST_PICTURES:
         raise ApiError(f"the file's session has {count} pictures; a conversation may have {MOST_PICTURES}")
     for content in pictures.values():
-        read_picture(content)
+        (read_picture if kind_of_file(content) == "image" else check_wav)(content)
     return nodes, system, pictures
 
 
 def parted_content(content: Any) -> tuple[Any, list[bytes]]:
-    """(text, pictures) of a message's content. Anything else than text and pictures is given back as it is."""
+    """(text, files) of a message's content. Anything else than text, pictures and sounds is given back as it is."""
     if not isinstance(content, list):
         return content, []
-    files: list[Any] = [part.get("image") for part in content if isinstance(part, dict) and part.get("type") == "image"]
+    filed = [part for part in content if isinstance(part, dict) and part.get("type") in KINDS]
+    files: list[Any] = [part.get(part["type"]) for part in filed]
     texts: list[Any] = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
     whole = len(files) + len(texts) == len(content)
     if not whole or not all(isinstance(one, bytes) for one in files) or not all(isinstance(one, str) for one in texts):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lmstate.serve.answer.messages import Message
 from lmstate.serve.answer.pictures import picture_mark
+from lmstate.vision.reader import kind_of_file
 
 Alternative = tuple[int, float]
 
@@ -23,7 +25,8 @@ class MessageNode:
     parent: str | None
     role: str  # user or assistant
     text: str = ""
-    pictures: list[str] = field(default_factory=list)  # the SHA-256 of each, which is before the text
+    pictures: list[str] = field(default_factory=list)  # the SHA-256 of each picture or sound, which is before the text
+    sounds: list[str] = field(default_factory=list)  # those of them that are sounds
     reasoning: str = ""
     status: str = "done"  # running, done, stopped, length, failed
     error: str = ""
@@ -110,6 +113,12 @@ class Conversation:
 
     def has_picture(self, name: str) -> bool:
         return any(name in node.pictures for node in self.nodes.values())
+
+    def sounds(self, names: list[str], new: Mapping[str, bytes]) -> list[str]:
+        """Those of the files of a message that are sounds. `new`: of those that the conversation does not have yet."""
+        known = {name for node in self.nodes.values() for name in node.sounds}
+        known |= {name for name, file in new.items() if kind_of_file(file) == "audio"}
+        return [name for name in names if name in known]
 
 
 def _message(node: MessageNode) -> Message:

@@ -4,9 +4,10 @@ import { follow, get, post, remove } from "./api.js";
 import { Conversation } from "./conversation.js";
 import { announce, ask, byId, el, hide, showText } from "./dom.js";
 import { Pane } from "./messages.js";
-import { Attached, picturesOf } from "./pictures.js";
+import { Attached, pasted, takes } from "./pictures.js";
 import { keepSettings, replicaParts, settingsPanel, statePanel, tokensPanel, treePanel } from "./panels.js";
 import { showList, walk } from "./side.js";
+import { canRecord, record } from "./sounds.js";
 import { quoted } from "./text-files.js";
 
 let conversation = null, unfollow = () => {}, about = null, panel = null, asked = 0, due = false, wasRunning = null, mapped = "", fading = 0;
@@ -27,7 +28,7 @@ const actions = {
   }),
   example: (said) => { text.value = said; fit(); keepDraft(); text.focus(); },
   refused: problem,
-  sees: () => Boolean(about?.pictures),
+  about: () => about,
 };
 // A branch beside the first is walked on its own.
 const beside = { ...actions, choose: actions.compare };
@@ -90,7 +91,7 @@ function undo() {
   goTo(last?.parent ?? null);
   if (last && !text.value && !attached.length) {
     text.value = last.text;
-    attached.name(conversation.root, last.pictures);
+    attached.name(conversation.root, last.pictures, last.sounds);
     fit();
   }
   announce("Went back before the last turn. It stays in the tree.");
@@ -253,16 +254,33 @@ async function leaveEmpty() {
   problem(told);
 }
 
-/** Pictures go with the message, files of text into it. */
+/** Pictures and sounds go with the message, files of text into it. */
 async function addFiles(files) {
   problem("");
   for (const file of files) {
-    if (!file.type.startsWith("image/")) await tried(async () => { const part = await quoted(file, text.value); text.value += part; });
-    else if (about?.pictures) attached.add([file]);
-    else problem("This model reads text only: it takes no pictures.");
+    const taken = takes(file, about);
+    if (taken === null) await tried(async () => { const part = await quoted(file, text.value); text.value += part; });
+    else if (taken) attached.add([file]);
+    else problem(`This model ${about?.pictures || about?.sounds ? "" : "reads text only: it "}takes no ${file.type.startsWith("image/") ? "pictures" : "sounds"}.`);
   }
   fit();
   keepDraft();
+}
+
+let recording = null;
+
+/** Begin to record a sound, or end it: then it goes with the message. */
+async function toggleRecording() {
+  const shown = byId("record"), running = recording;
+  shown.disabled = true;
+  await tried(async () => {
+    recording = null; // whatever comes of the one that runs
+    if (running) attached.add([await running.stop()]);
+    else { recording = await record(); announce("Recording"); }
+  });
+  shown.disabled = false;
+  shown.setAttribute("aria-pressed", recording !== null);
+  shown.setAttribute("aria-label", recording ? "End the recording" : "Record a sound");
 }
 
 /** The answer that a message goes below: a branch that ends with a message without answer goes on above it. */
@@ -322,6 +340,7 @@ byId("load").addEventListener("change", (event) => tried(async () => {
 }));
 for (const one of document.querySelectorAll("[data-panel]")) one.addEventListener("click", () => openPanel(one.dataset.panel));
 byId("attach").addEventListener("click", () => byId("files").click());
+byId("record").addEventListener("click", toggleRecording);
 byId("files").addEventListener("change", async (event) => {
   const files = [...event.target.files];
   event.target.value = "";
@@ -329,7 +348,7 @@ byId("files").addEventListener("change", async (event) => {
   text.focus();
 });
 text.addEventListener("paste", (event) => {
-  const files = about?.pictures ? picturesOf(event.clipboardData) : [];
+  const files = pasted(event.clipboardData, about);
   if (files.length) { event.preventDefault(); problem(""); attached.add(files); }
 });
 // A file that is dropped anywhere is meant for the message: it must not take the place of the page.
@@ -377,6 +396,7 @@ show(location.hash.slice(1) || null);
 text.focus();
 get("/page/about").then((told) => {
   about = told;
+  hide(byId("record"), !told.sounds || !canRecord());
   panes.forEach((pane) => pane.named(told.model));
   byId("model").textContent = `${told.model}${told.context ? `, ${told.context.toLocaleString("en")} tokens of context` : ""}.`;
 }).catch((error) => problem(error.message));

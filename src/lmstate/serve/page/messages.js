@@ -1,7 +1,7 @@
 // A branch as messages. Elements of messages that did not change stay; of those that grow, only the changed blocks.
 
 import { button, copyButton, el, hide, showHtml, showText } from "./dom.js";
-import { Attached, pictureRow, picturesOf } from "./pictures.js";
+import { Attached, pasted, pictureRow } from "./pictures.js";
 
 const SLICE = 40; // messages of a long branch that are made in a frame, the last ones first
 const CUT = { length: "Cut off at the limit of tokens. Continue goes on.", stopped: "Stopped before its end. Continue goes on." };
@@ -89,7 +89,7 @@ class View {
     this.name = el("h2", { class: "name" }, node.role === "user" ? "You" : pane.model);
     this.reasoning = el("details", { hidden: true }, el("summary", {}, "Reasoning"), el("div"));
     this.body = el("div", { class: "body" });
-    this.pictures = node.pictures.length ? pictureRow(pane.looked[0].root, node.pictures) : null;
+    this.pictures = node.pictures.length ? pictureRow(pane.looked[0].root, node.pictures, node.sounds) : null;
     this.cut = el("p", { class: "cut quiet", hidden: true });
     this.error = el("p", { class: "error", role: "alert", hidden: true });
     this.foot = el("div", { class: "foot", role: "group", "aria-label": `Of this ${node.role === "user" ? "message" : "answer"}` });
@@ -167,9 +167,9 @@ class View {
   edit(node) {
     const text = el("textarea", { rows: "4", "aria-label": "Edit this message" });
     text.value = node.text;
-    const list = el("ul", { class: "pictures", "aria-label": "Pictures to send", hidden: true });
+    const list = el("ul", { class: "pictures", "aria-label": "Files to send", hidden: true });
     const attached = new Attached(list, this.pane.actions.refused);
-    attached.name(this.pane.looked[0].root, node.pictures);
+    attached.name(this.pane.looked[0].root, node.pictures, node.sounds);
     hide(this.pictures ?? list, true);
     const end = () => { if (this.pictures) hide(this.pictures, false); attached.clear(); form.replaceWith(this.body); this.foot.hidden = false; this.pane.editing = null; };
     const form = el("form", { class: "edit", on: {
@@ -179,7 +179,7 @@ class View {
         if (await this.pane.actions.sayOtherwise(node, text.value, attached)) end();
       },
       paste: (event) => {
-        const files = this.pane.actions.sees() ? picturesOf(event.clipboardData) : [];
+        const files = pasted(event.clipboardData, this.pane.actions.about());
         if (files.length) { event.preventDefault(); attached.add(files); }
       },
       keydown: (event) => {

@@ -21,7 +21,8 @@ export function treePanel(conversation, go) {
     return list;
   };
   const entry = (node, words = beginning(node.text ?? "…")) => {
-    const pictures = node.pictures.map((name, at) => thumbnail(conversation.root, name, `Picture ${at + 1}`));
+    const pictures = node.pictures.map((name, at) => (node.sounds.includes(name) ? el("span", { class: "quiet" }, "♪ Sound ")
+      : thumbnail(conversation.root, name, `Picture ${at + 1}`)));
     return button("", () => go(node), {
       class: `${node.role}${on.has(node.id) ? " on" : ""}`,
       "aria-current": node.id === conversation.leaf ? "true" : undefined,
@@ -129,7 +130,7 @@ function prefixLine(one) {
 
 const fileName = (conversation) => conversation.title.replace(/[^\p{L}\p{N} _-]/gu, "").trim().slice(0, 60) || "conversation";
 
-/** The pictures of some messages as data URLs, null for those that are lost, by their names: an export is whole. */
+/** The pictures and sounds of some messages as data URLs, null for those that are lost, by their names: an export is whole. */
 async function picturesIn(conversation, nodes) {
   const names = [...new Set(nodes.flatMap((node) => node.pictures))];
   const urls = await Promise.all(names.map((name) => dataUrl(conversation.root, name).catch(() => null)));
@@ -138,7 +139,11 @@ async function picturesIn(conversation, nodes) {
 
 async function asMarkdown(conversation) {
   const path = conversation.path(conversation.leaf), files = await picturesIn(conversation, path);
-  const shown = (name) => (files[name] ? `![Picture](${files[name]})\n\n` : "*A picture that is lost*\n\n");
+  const sounds = new Set(path.flatMap((node) => node.sounds));
+  const shown = (name) => {
+    if (!files[name]) return `*A ${sounds.has(name) ? "sound" : "picture"} that is lost*\n\n`;
+    return sounds.has(name) ? `[Sound](${files[name]})\n\n` : `![Picture](${files[name]})\n\n`;
+  };
   const parts = path.map((node) => `## ${node.role === "user" ? "User" : "Assistant"}\n\n${node.pictures.map(shown).join("")}${node.text ?? ""}`);
   return `# ${conversation.title}\n\n${parts.join("\n\n")}\n`;
 }

@@ -1,7 +1,8 @@
-// Pictures: those that go with a message that is being written, and those that messages have.
+// Pictures and sounds: those that go with a message that is being written, and those that messages have.
 
 import { blob } from "./api.js";
 import { announce, button, el, hide } from "./dom.js";
+import { asWav } from "./sounds.js";
 
 const TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 const MOST = 64; // of a conversation
@@ -29,9 +30,20 @@ export function thumbnail(root, name, alt) {
   return shown;
 }
 
-/** The pictures of a message: each is shown small, and large when it is chosen. */
-export function pictureRow(root, names) {
+/** A sound with what plays it. */
+function player(root, name, alt) {
+  const shown = el("span", { class: "sound" });
+  fetched(root, name).then(
+    ({ src }) => shown.append(el("audio", { src, controls: true, "aria-label": alt })),
+    (error) => shown.append(el("span", { class: "lost", title: error.message }, error.status === 409 ? "Sound lost" : "Sound not loaded")),
+  );
+  return shown;
+}
+
+/** The pictures of a message, each shown small, and large when it is chosen; and its sounds. */
+export function pictureRow(root, names, sounds) {
   return el("div", { class: "pictures" }, ...names.map((name, at) => {
+    if (sounds.includes(name)) return player(root, name, `Sound ${at + 1} of ${names.length}`);
     const alt = `Picture ${at + 1} of ${names.length}`;
     const made = button("", () => made.setAttribute("aria-expanded", made.getAttribute("aria-expanded") === "false"), {
       class: "picture", "aria-expanded": "false", "aria-label": `${alt}, in full size`,
@@ -40,22 +52,28 @@ export function pictureRow(root, names) {
   }));
 }
 
-/** A picture of a conversation as a data URL. */
+/** A picture or a sound of a conversation as a data URL. */
 export const dataUrl = async (root, name) => asDataUrl((await fetched(root, name)).content);
 
 function asDataUrl(content) {
   return new Promise((resolve, reject) => {
     const reader = new FileReader();
     reader.addEventListener("load", () => resolve(reader.result));
-    reader.addEventListener("error", () => reject(new Error("The picture cannot be read: it may have been moved or changed. Remove it, and add it again.")));
+    reader.addEventListener("error", () => reject(new Error("The file cannot be read: it may have been moved or changed. Remove it, and add it again.")));
     reader.readAsDataURL(content);
   });
 }
 
-/** The pictures among the files that are pasted or dropped. */
-export const picturesOf = (transfer) => [...(transfer?.files ?? [])].filter((file) => file.type.startsWith("image/"));
+/** The files that are pasted, of those that a model takes. */
+export const pasted = (transfer, about) => [...(transfer?.files ?? [])].filter((file) => takes(file, about) === true);
 
-/** Pictures to send: files, or names of pictures that the conversation has. */
+/** Whether a model takes a file with its messages; null for one that is no picture and no sound. */
+export function takes(file, about) {
+  if (file.type.startsWith("image/")) return Boolean(about?.pictures);
+  return file.type.startsWith("audio/") ? Boolean(about?.sounds) : null;
+}
+
+/** Pictures and sounds to send: files, or names of those that the conversation has. */
 export class Attached {
   /** `refused(message)` is told what cannot be added. */
   constructor(element, refused) {
@@ -70,7 +88,8 @@ export class Attached {
 
   add(files) {
     for (const file of files) {
-      if (!TYPES.includes(file.type)) this.refused(`${file.name || "The file"} is not a PNG, JPEG, WebP or GIF picture.`);
+      if (file.type.startsWith("audio/")) this.hear(file);
+      else if (!TYPES.includes(file.type)) this.refused(`${file.name || "The file"} is not a PNG, JPEG, WebP or GIF picture.`);
       else if (this.items.length === MOST) this.refused(`A conversation has at most ${MOST} pictures.`);
       else {
         const src = URL.createObjectURL(file);
@@ -84,9 +103,27 @@ export class Attached {
     this.draw();
   }
 
-  /** Pictures of the conversation at `root`. */
-  name(root, names) {
-    this.items.push(...names.map((name) => ({ name, root, shown: thumbnail(root, name, "Picture of the message") })));
+  /** A file of sound: its place is there at once, and it can be sent once the browser has read it. */
+  hear(file) {
+    const item = { sound: true, shown: el("span", { class: "sound" }) };
+    item.file = asWav(file);
+    item.file.then(
+      (wav) => {
+        item.src = URL.createObjectURL(wav);
+        item.shown.append(el("audio", { src: item.src, controls: true, "aria-label": file.name || "Sound" }));
+        announce(`${file.name || "A sound"} added`);
+      },
+      (error) => { this.drop(item); this.refused(error.message); },
+    );
+    this.items.push(item);
+  }
+
+  /** Pictures and sounds of the conversation at `root`. */
+  name(root, names, sounds) {
+    this.items.push(...names.map((name) => {
+      const sound = sounds.includes(name);
+      return { name, root, sound, shown: sound ? player(root, name, "Sound of the message") : thumbnail(root, name, "Picture of the message") };
+    }));
     this.draw();
   }
 
@@ -102,8 +139,8 @@ export class Attached {
 
   /** As the server takes them, for the conversation at `root`. */
   sent(root) {
-    return Promise.all(this.items.map((item) => {
-      if (item.file) return asDataUrl(item.file);
+    return Promise.all(this.items.map(async (item) => {
+      if (item.file) return asDataUrl(await item.file);
       return item.root === root ? item.name : dataUrl(item.root, item.name);
     }));
   }
@@ -111,6 +148,6 @@ export class Attached {
   draw() {
     hide(this.element, !this.items.length);
     this.element.replaceChildren(...this.items.map((item, at) => el("li", {}, item.shown,
-      button("✕", () => { this.drop(item); announce("Picture removed"); }, { class: "icon", "aria-label": `Remove picture ${at + 1}` }))));
+      button("✕", () => { this.drop(item); announce(`${item.sound ? "Sound" : "Picture"} removed`); }, { class: "icon", "aria-label": `Remove ${item.sound ? "sound" : "picture"} ${at + 1}` }))));
   }
 }

@@ -6,7 +6,7 @@ const MOST = 2 ** 18; // bytes of a file
 export async function quoted(file, before) {
   if (file.size > MOST) throw new Error(`${file.name} has ${file.size} bytes; a file of text may have ${MOST}.`);
   const text = decoded(await file.arrayBuffer());
-  if (text === null) throw new Error(`${file.name} is no text in UTF-8, and no picture.`);
+  if (text === null) throw new Error(`${file.name} is no text in UTF-8, and no picture or sound.`);
   const longest = Math.max(2, ...(text.match(/`+/g) ?? []).map((marks) => marks.length)); // the fence is longer
   const fence = "`".repeat(longest + 1), language = /\.([A-Za-z0-9+#_-]{1,30})$/.exec(file.name)?.[1] ?? "";
   const space = !before ? "" : before.endsWith("\n") ? "\n" : "\n\n";
