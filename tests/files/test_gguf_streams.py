@@ -20,8 +20,8 @@ from lmstate.errors import ModelError
 from lmstate.models.families import build
 from lmstate.models.layers.ngrams import NgramBlock
 from tests.files import test_gguf_delta as delta
-from tests.files.ggufs import blocks, write
-from tests.files.test_gguf_attention import same
+from tests.files.ggufs import blocks, floats, write
+from tests.files.test_gguf_attention import loaded, same
 from tests.zoo import CASES, auto, randomize
 
 OUTSIDE = {
@@ -140,7 +140,12 @@ def opened(folder: Path, values: dict[str, Any], tensors: dict[str, Any]) -> lms
 )
 def test_qwen4_exp_from_gguf(changes: dict[str, Any], tmp_path: Path) -> None:
     theirs = original("qwen4_exp", **changes)
-    same(opened(tmp_path, *written(theirs)), theirs)
+    values, tensors = written(theirs)
+    same(opened(tmp_path, values, tensors), theirs)
+    values |= {"qwen4exp.block_count": 5, "qwen4exp.nextn_predict_layers": 1}
+    values["qwen4exp.attention.compress_ratios"] += [0]
+    more = {"blk.4.nextn.eh_proj.weight": floats(48, 96), "blk.4.hc_attn_norm.weight": floats(192)}
+    same(opened(tmp_path, values, tensors | more), theirs)
 
 
 def test_a_quantized_table_of_ngrams_is_read_by_row_where_it_lies(tmp_path: Path) -> None:
@@ -166,6 +171,103 @@ def theirs_with(theirs: Any, table: np.ndarray) -> Any:
         part.data = torch.from_numpy(table[first : first + len(part)].copy())
         first += len(part)
     return theirs
+
+
+# ---- GLM-5.3
+
+GLM_OUTSIDE = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+GLM_INSIDE = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"}, "self_attn.o_proj": "attn_output",
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+    **{f"self_attn.{part}_proj": f"ssm_{part}" for part in ("g_a", "g_b")}, "self_attn.b_proj": "ssm_beta",
+    **{f"self_attn.forget_gate.{part}_proj": f"ssm_{part}" for part in ("f_a", "f_b")}, "self_attn.o_norm": "ssm_norm",
+    "self_attn.q_a_proj": "attn_q_a", "self_attn.q_b_proj": "attn_q_b", "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.indexer.wk": "indexer.attn_k", "self_attn.indexer.wq_b": "indexer.attn_q_b",
+    "self_attn.indexer.k_norm": "indexer.k_norm", "self_attn.indexer.weights_proj": "indexer.proj",
+    "mlp.gate": "ffn_gate_inp",
+}  # fmt: skip
+BARE = {
+    "self_attn.forget_gate.dt_bias": "ssm_dt.bias", "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.experts.down_proj": "ffn_down_exps.weight",
+    **{f"self_attn.indexer.index_kpool_compress_{part}": f"indexer.kpool_{part}.weight" for part in ("gate", "ape")},
+    **{f"{part}_hc.{each}": f"hc_{part}_{each}.weight" for part in ("attn", "ffn") for each in ("fn", "base", "scale")},
+}  # fmt: skip
+
+
+def glm5_next(theirs: Any) -> Iterator[tuple[str, np.ndarray]]:
+    config = theirs.config.get_text_config()
+    for full, tensor in theirs.state_dict().items():
+        full, value = full.removeprefix("model.language_model."), tensor.float().numpy()
+        match = re.fullmatch(r"layers\.(\d+)\.(.+)", full)
+        if match is None:
+            if not full.startswith("model.visual"):
+                yield f"{GLM_OUTSIDE[full.removesuffix('.weight')]}.weight", value
+            continue
+        prefix, name = f"blk.{match[1]}.", match[2]
+        if name in BARE:
+            yield f"{prefix}{BARE[name]}", value
+        elif name == "self_attn.forget_gate.A_log":
+            yield f"{prefix}ssm_a", -np.exp(value)
+        elif name == "self_attn.conv1d.weight":
+            for part, taps in zip("qkv", np.split(value, 3)):
+                yield f"{prefix}ssm_conv1d_{part}.weight", taps.reshape(1, len(taps), 1, -1)
+        elif name == "mlp.experts.gate_up_proj":
+            for part, half in zip(("gate", "up"), np.split(value, 2, 1)):
+                yield f"{prefix}ffn_{part}_exps.weight", half
+        elif name == "self_attn.kv_b_proj.weight":
+            heads = value.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+            keys, values = np.split(heads, [config.qk_nope_head_dim], 1)
+            yield f"{prefix}attn_k_b.weight", keys.swapaxes(1, 2)
+            yield f"{prefix}attn_v_b.weight", values
+        else:
+            stem, _, ending = name.rpartition(".")
+            yield f"{prefix}{GLM_INSIDE[stem]}.{ending}", value
+
+
+def glm5_next_values(config: Any) -> dict[str, Any]:
+    layers = config.num_hidden_layers
+    values = {
+        "block_count": layers, "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads, "context_length": config.max_position_embeddings,
+        "attention.head_count_kv": [int("linear" not in kind) for kind in config.layer_types],
+        "attention.key_length": config.kv_lora_rank, "attention.value_length": config.kv_lora_rank,
+        "attention.key_length_mla": config.qk_nope_head_dim, "attention.value_length_mla": config.v_head_dim,
+        "attention.kv_lora_rank": config.kv_lora_rank, "attention.q_lora_rank": config.q_lora_rank,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps, "attention.layer_norm_epsilon": 1e-6,
+        "rope.dimension_count": 0, "attention.indexer.head_count": config.index_n_heads,
+        "attention.indexer.key_length": config.index_head_dim, "attention.indexer.top_k": config.index_topk,
+        "attention.indexer.kpool": config.index_kpool, "kda.head_dim": config.linear_head_dim,
+        "ssm.conv_kernel": config.linear_conv_kernel_dim, "hyper_connection.count": config.hc_mult,
+        "hyper_connection.sinkhorn_iterations": config.hc_sinkhorn_iters, "hyper_connection.epsilon": config.hc_eps,
+        "expert_count": config.n_routed_experts, "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size, "expert_shared_count": config.n_shared_experts,
+        "expert_weights_scale": config.routed_scaling_factor, "expert_weights_norm": config.norm_topk_prob,
+        "leading_dense_block_count": 1, "swiglu_clamp_exp": [config.swiglu_limit] * layers,
+    }  # fmt: skip
+    if config.linear_lower_bound is not None:
+        values["kda.gate_lower_bound"] = config.linear_lower_bound
+    return {f"glm5-next.{name}": value for name, value in values.items()}
+
+
+@pytest.mark.parametrize("changes", [{}, {"linear_lower_bound": None, "indexer_types": ["full"] * 4, "index_kpool": 3}])
+def test_glm5_next_from_gguf(changes: dict[str, Any], tmp_path: Path) -> None:
+    theirs = original("glm5_next", linear_num_heads=6, **changes)
+    tensors = {name: np.ascontiguousarray(value) for name, value in glm5_next(theirs)}
+    values = glm5_next_values(theirs.config.get_text_config())
+    same(loaded(tmp_path, "glm5-next", values, tensors), theirs)
+    drafts, width = theirs.config.get_text_config().num_hidden_layers, 48
+    values |= {"glm5-next.block_count": drafts + 1, "glm5-next.nextn_predict_layers": 1}
+    values["glm5-next.attention.head_count_kv"] += [1]
+    more = {
+        f"blk.{drafts}.nextn.eh_proj.weight": floats(width, 2 * width),
+        f"blk.{drafts}.attn_norm.weight": floats(width),
+    }
+    same(loaded(tmp_path, "glm5-next", values, tensors | more), theirs)
+    with pytest.raises(ModelError, match="rotates a part of its heads"):
+        loaded(tmp_path, "glm5-next", values | {"glm5-next.rope.dimension_count": 8}, tensors)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ OUTSIDE_STREAMS = {
 }
 
 
-def _sizes(metadata: Config, prefix: str) -> HFConfig:
+def index_sizes(metadata: Config, prefix: str) -> HFConfig:
     """Sizes of an index."""
     return {
         "index_n_heads": metadata.int(f"{prefix}.attention.indexer.head_count", 1, MOST_WIDTH),
@@ -59,7 +59,7 @@ def _without_drafts(metadata: Config, prefix: str, config: HFConfig, tensors: Te
     return {"num_hidden_layers": blocks - drafts, "num_nextn_predict_layers": drafts}
 
 
-def _clamp(metadata: Config, prefix: str) -> float:
+def clamp(metadata: Config, prefix: str) -> float:
     """The bound of experts' gates, which is one for all layers."""
     bounds = metadata.floats(f"{prefix}.swiglu_clamp_exp", low=0.0, default=())
     if len(set(bounds)) > 1:
@@ -78,7 +78,7 @@ def _latents(
 ) -> None:
     """Latent attention under an index; layers without one go by an earlier layer's choice."""
     deepseek2(metadata, prefix, config, tensors)
-    config |= _without_drafts(metadata, prefix, config, tensors) | _sizes(metadata, prefix)
+    config |= _without_drafts(metadata, prefix, config, tensors) | index_sizes(metadata, prefix)
     chooses = set(layers_with("indexer.attn_k.weight", tensors))
     config |= {
         "model_type": model_type,
@@ -93,7 +93,7 @@ def _hy_v4(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) ->
         "hc_mult": metadata.int(f"{prefix}.hyper_connection.count", 1, 64),
         "hc_eps": metadata.float(f"{prefix}.hyper_connection.epsilon", 0.0, 1.0),
         "hc_magnitude": metadata.float(f"{prefix}.hyper_connection.magnitude", 0.0, 1e6),
-        "swiglu_limit": _clamp(metadata, prefix),
+        "swiglu_limit": clamp(metadata, prefix),
     }
 
 
@@ -151,7 +151,7 @@ def _minimax_m3(metadata: Config, prefix: str, config: HFConfig, tensors: Tensor
     }
     if indexed:
         config |= {
-            **_sizes(metadata, prefix),
+            **index_sizes(metadata, prefix),
             "index_topk_blocks": metadata.int(f"{prefix}.attention.indexer.top_k", 1),
             "index_block_size": metadata.int(f"{prefix}.attention.indexer.block_size", 1),
             "index_local_blocks": metadata.int(f"{prefix}.attention.indexer.local_blocks", 0, default=1),
@@ -162,12 +162,12 @@ def _deepseek4(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors
     config |= _without_drafts(metadata, prefix, config, tensors)
     experts(metadata, prefix, config, tensors)
     config |= {
-        **_sizes(metadata, prefix),
+        **index_sizes(metadata, prefix),
         "n_routed_experts": config["num_experts"],
         "n_shared_experts": metadata.int(f"{prefix}.expert_shared_count", 1, 64, default=1),
         "routed_scaling_factor": metadata.float(f"{prefix}.expert_weights_scale", 0.0, 1e6, default=1.0),
         "num_hash_layers": metadata.int(f"{prefix}.hash_layer_count", 0, MOST_LAYERS, default=0),
-        "swiglu_limit": _clamp(metadata, prefix),
+        "swiglu_limit": clamp(metadata, prefix),
         "q_lora_rank": metadata.int(f"{prefix}.attention.q_lora_rank", 1, MOST_WIDTH),
         "o_lora_rank": metadata.int(f"{prefix}.attention.output_lora_rank", 1, MOST_WIDTH),
         "o_groups": metadata.int(f"{prefix}.attention.output_group_count", 1, MOST_WIDTH),

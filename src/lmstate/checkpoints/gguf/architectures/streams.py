@@ -1,9 +1,19 @@
-"""Wide residual streams over delta rules in GGUF: Qwen4-Exp."""
+"""Wide residual streams over delta rules in GGUF: Qwen4-Exp, GLM-5.3."""
 
 from __future__ import annotations
 
 from lmstate.checkpoints.config import Config
-from lmstate.checkpoints.gguf.architecture import MOST_WIDTH, OUTSIDE, Architecture, HFConfig, Tensors
+from lmstate.checkpoints.gguf.architecture import (
+    MLP,
+    MOST_WIDTH,
+    NEXTN,
+    OUTSIDE,
+    STANDARD,
+    Architecture,
+    HFConfig,
+    Tensors,
+)
+from lmstate.checkpoints.gguf.architectures.chosen import INDEX, STREAMS, clamp, index_sizes
 from lmstate.checkpoints.gguf.architectures.delta import (
     QWEN,
     QWEN3_5_TILED,
@@ -11,11 +21,15 @@ from lmstate.checkpoints.gguf.architectures.delta import (
     QWEN_WHOLE,
     qwen3_5_config,
 )
+from lmstate.checkpoints.gguf.architectures.latent import CONVOLUTIONS, DELTA, DELTA_WHOLE, LATENT
+from lmstate.checkpoints.gguf.architectures.mamba import layers_with
+from lmstate.checkpoints.gguf.architectures.moe import CORRECTION, SHARED, SPARSE, deepseek_experts
 from lmstate.errors import ModelError
 
 MIXED = {
     "norm": "hc_norm", "down": "input_mix_weight_down", "up": "input_mix_weight_up", "inject": "block_inject_weight",
 }  # fmt: skip
+POOLING = "self_attn.indexer.index_kpool_compress"
 NGRAMS = {
     "ple_key": "ple.key_proj", "ple_value": "ple.value_proj", "ple_conv1d": "ple.conv1d",
     **{f"ple_norm_{part}": f"ple.norm_{part}" for part in ("key", "query", "conv")},
@@ -69,7 +83,56 @@ def _ngrams(metadata: Config, prefix: str, layers: int) -> HFConfig:
     }
 
 
+def _glm5_next(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    """Attention without positions. The bound of gates is one for experts and dense layers."""
+    if metadata.int(f"{prefix}.rope.dimension_count", 0, default=0):
+        raise ModelError(f"{metadata.where} rotates a part of its heads, which no GLM-5.3 does")
+    deepseek_experts(metadata, prefix, config, tensors)
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    recurs, chooses = (set(layers_with(f"{name}.weight", tensors)) for name in ("ssm_beta", "indexer.attn_k"))
+    config |= index_sizes(metadata, prefix) | {
+        "layer_types": ["linear_attention" if layer in recurs else "full_attention" for layer in range(layers)],
+        "indexer_types": ["full" if layer in chooses | recurs else "shared" for layer in range(layers)],
+        "n_routed_experts": config["num_experts"],
+        "num_key_value_heads": heads,
+        "head_dim": None,
+        "qk_rope_head_dim": 0,
+        "qk_nope_head_dim": metadata.int(f"{prefix}.attention.key_length_mla", 1, MOST_WIDTH),
+        "v_head_dim": metadata.int(f"{prefix}.attention.value_length_mla", 1, MOST_WIDTH),
+        "kv_lora_rank": metadata.int(f"{prefix}.attention.kv_lora_rank", 1, MOST_WIDTH),
+        "q_lora_rank": metadata.int(f"{prefix}.attention.q_lora_rank", 1, MOST_WIDTH),
+        "index_kpool": metadata.int(f"{prefix}.attention.indexer.kpool", 1, 2**16),
+        "index_kpool_always_select_tail": metadata.bool(f"{prefix}.attention.indexer.kpool_select_tail", default=True),
+        "linear_num_heads": heads,
+        "linear_head_dim": metadata.int(f"{prefix}.kda.head_dim", 1, MOST_WIDTH),
+        "linear_conv_kernel_dim": metadata.int(f"{prefix}.ssm.conv_kernel", 1, 256),
+        "linear_lower_bound": metadata.float(f"{prefix}.kda.gate_lower_bound", high=0.0, default=None),
+        "hc_mult": metadata.int(f"{prefix}.hyper_connection.count", 1, 64),
+        "hc_eps": metadata.float(f"{prefix}.hyper_connection.epsilon", 0.0, 1.0),
+        "hc_sinkhorn_iters": metadata.int(f"{prefix}.hyper_connection.sinkhorn_iterations", 1, 1000),
+        "swiglu_limit": clamp(metadata, prefix),
+    }
+
+
 WIDE = {
+    "glm5-next": Architecture(
+        "glm5_next_text",
+        "Glm5NextForCausalLM",
+        {
+            **STANDARD, **SPARSE, **MLP, **SHARED, **NEXTN, **LATENT, **DELTA, **INDEX,
+            **{f"ssm_{ours}": f"self_attn.{ours}_proj" for ours in ("f_a", "f_b", "g_a", "g_b")},
+        },
+        extra=_glm5_next,
+        whole={
+            **CORRECTION,
+            **DELTA_WHOLE,
+            **STREAMS,
+            **{f"indexer.kpool_{part}.weight": f"{POOLING}_{part}" for part in ("gate", "ape")},
+        },
+        changed={**CONVOLUTIONS, "A_log": "decay vector"},
+        whole_rope=True,
+        hybrid=True,
+    ),
     "qwen4exp": Architecture(
         "qwen4_exp_text",
         "Qwen4ExpForCausalLM",
@@ -98,4 +161,4 @@ WIDE = {
         tiled=QWEN3_5_TILED,
         extra=_qwen4_exp,
     ),
-}
+}  # fmt: skip
