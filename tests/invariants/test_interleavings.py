@@ -56,6 +56,11 @@ OPENED = {  # with learned positions in front of each row: vectors, and keys and
     "learned keys in a window": ("mistral", True),
 }  # fmt: skip
 STRETCHED = {"window under a stretched rope": "mistral", "parallel under a stretched rope": "falcon_h1"}
+ROUNDED = (  # with `carries` of 16 and 8 bits
+    "gated delta", "channel-gated delta", "Mamba-2", "Mamba-1", "parallel", "RG-LRU", "lightning", "matrix memory",
+    "averages a channel", "learned vectors of a hybrid",
+)  # fmt: skip
+NEAR_ROUNDING = [58, 63, 120]  # a bit before multiples of 64
 OPERATIONS = 30
 MOST = 150  # tokens of a row; it is rewound once it is longer
 
@@ -82,8 +87,8 @@ OPERATION = st.one_of(
 class Run:
     """Does each operation to a mirror, with ids that never repeat."""
 
-    def __init__(self, model: lmstate.Model, rewind: int):
-        self.mirror = Mirror(model, rows=3, rewind=rewind)
+    def __init__(self, model: lmstate.Model, rewind: int, carries: int):
+        self.mirror = Mirror(model, rows=3, rewind=rewind, carries=carries)
         self.rewind = rewind
         self.kept: tuple[lmstate.Snapshot, list[int]] | None = None
         self.fed = 0
@@ -217,6 +222,11 @@ def test_any_interleaving_on_another_device_equals_recomputation(kind: str, requ
         check_interleavings(model, request.config.getoption("--interleavings") // 33)
 
 
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_any_interleaving_rounds_carries_to_the_same_bits(kind: str, request: pytest.FixtureRequest) -> None:
+    check_interleavings(model_of(kind), request.config.getoption("--interleavings") // 40, carries=(16, 8))
+
+
 @pytest.mark.soak
 @every_kind
 def test_many_interleavings_equal_recomputation(kind: str, request: pytest.FixtureRequest) -> None:
@@ -229,7 +239,7 @@ def model_of(kind: str) -> lmstate.Model:
     return ours(KINDS[kind]) if kind in KINDS else stretched(STRETCHED[kind])
 
 
-def check_interleavings(model: lmstate.Model, count: int) -> None:
+def check_interleavings(model: lmstate.Model, count: int, carries: tuple[int, ...] = (32,)) -> None:
     @settings(
         max_examples=count,
         phases=[Phase.generate],  # shrinking thirty operations on real models takes longer than reading them
@@ -238,9 +248,12 @@ def check_interleavings(model: lmstate.Model, count: int) -> None:
     @given(
         operations=st.lists(OPERATION, min_size=OPERATIONS, max_size=OPERATIONS),
         rewind=st.sampled_from([0, 3, 16]),
+        bits=st.sampled_from(carries),
     )
-    def interleave(operations: list[tuple], rewind: int) -> None:
-        run = Run(model, rewind)
+    def interleave(operations: list[tuple], rewind: int, bits: int) -> None:
+        run = Run(model, rewind, bits)
+        if bits < 32:
+            run.extend(NEAR_ROUNDING, "none")
         for turn, (name, *arguments) in enumerate(operations):
             run.mirror.condition()
             getattr(run, name)(*arguments)

@@ -65,12 +65,17 @@ class ParallelModel(Model):
         kv: torch.dtype | Policies | None = None,
         static: bool = False,
         pool: BlockPool | None = None,
+        carries: int = 32,
     ) -> State:
         if static:
             raise UnsupportedError(f"a model over several processes has no static states: {ELSEWHERE}")
         if not isinstance(kv, torch.dtype | Quantized | None):
             raise UnsupportedError(
                 f"kv={kv} was asked for; over several processes it is a dtype, or Quantized for all layers: {ELSEWHERE}"
+            )
+        if carries != 32:
+            raise UnsupportedError(
+                f"carries={carries} was asked for; a model over several processes stores them in 32 bits: {ELSEWHERE}"
             )
         return super().new_state(rows, capacity, rewind, kv, pool=pool)
 

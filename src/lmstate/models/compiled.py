@@ -25,6 +25,7 @@ STATIC_CHUNK = 128
 def check_static(
     capacity: int | None,
     kv: torch.dtype | Policies | None = None,
+    carries: int = 32,
     *,
     devices: Sequence[torch.device],
     offloads: bool = False,
@@ -40,6 +41,11 @@ def check_static(
         raise UnsupportedError(
             f"a static state was asked for with kv={kv}; it stores all keys and values as floats: give a dtype or "
             "nothing, or make a state that is not static"
+        )
+    if carries != 32:
+        raise UnsupportedError(
+            f"a static state was asked for with carries={carries}; it stores them in 32 bits: leave carries out, "
+            "or make a state that is not static"
         )
     if len(set(devices)) > 1:
         told = ", ".join(map(str, dict.fromkeys(devices)))

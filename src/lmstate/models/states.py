@@ -41,6 +41,7 @@ class ModelStates(ModelParts):
         kv: torch.dtype | Policies | None = None,
         static: bool = False,
         pool: BlockPool | None = None,
+        carries: int = 32,
     ) -> State:
         """An empty state of `rows` sequences.
 
@@ -50,7 +51,8 @@ class ModelStates(ModelParts):
         a dtype; by default all, in the model's. `static`: everything is made at once and stays where it is, for
         `decode_step` in a compiled graph; it needs a `capacity`, keeps its number of rows, and takes no policies.
         `pool`: counts the blocks in which keys, values and latents lie, together with those of other states, and may
-        limit their bytes; by default one of its own.
+        limit their bytes; by default one of its own. `carries`: bits of what recurrences sum over tokens, 32, 16 or 8.
+        With 16 or 8 it is rounded at every multiple of 64 positions, where marks and snapshots then store that many.
         """
         rows, rewind = whole_number(rows, "rows"), whole_number(rewind, "rewind")
         capacity = None if capacity is None else whole_number(capacity, "capacity")
@@ -72,10 +74,13 @@ class ModelStates(ModelParts):
             raise StateError(f"new_state(kv={kv}) was asked for; keys and values are stored in {known}")
         if not isinstance(pool, BlockPool | None):
             raise StateError(f"new_state(pool={pool!r:.80}) was asked for; give a lmstate.BlockPool")
+        if whole_number(carries, "carries") not in (32, 16, 8):
+            raise StateError(f"new_state(carries={carries}) was asked for; carries are stored in 32, 16 or 8 bits")
         if flag(static, "static"):
             check_static(
                 capacity,
                 kv,
+                carries,
                 devices=self.devices,
                 offloads=bool(self.network.offloaded),
                 max_positions=self.max_positions,
@@ -92,7 +97,7 @@ class ModelStates(ModelParts):
         capacity = None if capacity is None else self.opening_length + capacity
         layout = Layout(
             rows, self.device, dtype, capacity, rewind, chunk, max_positions=self.max_positions, static=static,
-            pool=pool or BlockPool(),
+            pool=pool or BlockPool(), carries=carries,
         )  # fmt: skip
         state = self._new_state(layout, None if isinstance(kv, torch.dtype) else kv)
         if static:

@@ -21,8 +21,8 @@ class _Refusal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise UnsupportedError(
-            f"a gradient was asked for through {ctx.why}, where it would be wrong: use a state without kv= to follow "
-            "gradients, or torch.no_grad() where none are wanted"
+            f"a gradient was asked for through {ctx.why}, where it would be wrong: use a state without kv= and "
+            "carries= to follow gradients, or torch.no_grad() where none are wanted"
         )
 
 

@@ -82,7 +82,8 @@ class GatedDelta(FusableLayer):
         width, kernel = self.conv.shape
         shapes = [(kernel - 1, width), (self.heads, self.key_dim, self.value_dim)]
         return RecurrentState(
-            layout, self.scan, shapes, width + self.heads + len(self.dt_bias), names=["conv", "recurrent"]
+            layout, self.scan, shapes, width + self.heads + len(self.dt_bias), names=["conv", "recurrent"],
+            sums=["recurrent"],
         )  # fmt: skip
 
     def scan(self, inputs: Tensor, carry: Carry, counts: Tensor, gate: Tensor | None) -> tuple[Tensor, Carry]:

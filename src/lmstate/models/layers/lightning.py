@@ -38,7 +38,7 @@ class Lightning:
 
     def new_state(self, layout: Layout) -> LayerState:
         shape = (len(self.slope), self.head_dim, self.head_dim)
-        return RecurrentState(layout, self.scan, [shape], 3 * self.width, names=["recurrent"])
+        return RecurrentState(layout, self.scan, [shape], 3 * self.width, names=["recurrent"], sums=["recurrent"])
 
     def scan(self, inputs: Tensor, carry: Carry, counts: Tensor, gate: Tensor | None) -> tuple[Tensor, Carry]:
         """q, k, v of each head, before their activation `[R, T, 3 * H * D]` -> `[R, T, H * D]`."""

@@ -49,7 +49,7 @@ class Mamba:
     def new_state(self, layout: Layout) -> LayerState:
         inner, kernel = self.conv.shape
         return RecurrentState(
-            layout, self.scan, [(kernel - 1, inner), tuple(self.A.shape)], inner, names=["conv", "ssm"]
+            layout, self.scan, [(kernel - 1, inner), tuple(self.A.shape)], inner, names=["conv", "ssm"], sums=["ssm"]
         )
 
     def scan(self, inputs: Tensor, carry: Carry, counts: Tensor, gate: Tensor | None) -> tuple[Tensor, Carry]:

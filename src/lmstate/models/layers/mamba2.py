@@ -71,7 +71,7 @@ class Mamba2(FusableLayer):
     def new_state(self, layout: Layout) -> LayerState:
         width, kernel = self.conv.shape
         shapes = [(kernel - 1, width), (len(self.A), self.head_dim, self.state_size)]
-        return RecurrentState(layout, self.scan, shapes, width + len(self.A), names=["conv", "ssm"])
+        return RecurrentState(layout, self.scan, shapes, width + len(self.A), names=["conv", "ssm"], sums=["ssm"])
 
     def scan(self, inputs: Tensor, carry: Carry, counts: Tensor, gate: Tensor | None) -> tuple[Tensor, Carry]:
         """x, B, C | dt `[R, T, (I + 2 * G * N) + H]`, beside them the gate -> `[R, T, I]`."""

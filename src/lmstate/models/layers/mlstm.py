@@ -46,7 +46,14 @@ class MLSTM:
 
     def new_state(self, layout: Layout) -> LayerState:
         shapes = [(self.heads, self.key_dim, self.value_dim + 1), (self.heads,)]
-        return RecurrentState(layout, self.scan, shapes, sum(self.widths) + 2 * self.heads, names=["recurrent", "peak"])
+        return RecurrentState(
+            layout,
+            self.scan,
+            shapes,
+            sum(self.widths) + 2 * self.heads,
+            names=["recurrent", "peak"],
+            sums=["recurrent"],
+        )
 
     def scan(self, inputs: Tensor, carry: Carry, counts: Tensor, gate: Tensor | None) -> tuple[Tensor, Carry]:
         """q, k, v | input and forget gates before their bound `[R, T, F]` -> answers `[R, T, H * Dv]`."""

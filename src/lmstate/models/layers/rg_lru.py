@@ -44,7 +44,7 @@ class RecurrentBlock:
     def new_state(self, layout: Layout) -> LayerState:
         width, kernel = self.conv.shape
         shapes = [(kernel - 1, width), (width,), ()]
-        return RecurrentState(layout, self.scan, shapes, width, names=["conv", "recurrent", "seen"])
+        return RecurrentState(layout, self.scan, shapes, width, names=["conv", "recurrent", "seen"], sums=["recurrent"])
 
     def scan(self, inputs: Tensor, carry: Carry, counts: Tensor, gate: Tensor | None) -> tuple[Tensor, Carry]:
         """x `[R, T, F]` -> the states of the recurrence `[R, T, F]`."""

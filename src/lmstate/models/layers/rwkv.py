@@ -45,7 +45,14 @@ class TimeMix:
     def new_state(self, layout: Layout) -> LayerState:
         width, embed = self.key.shape
         shapes = [(1, embed), (width,), (width,), (width,)]
-        return RecurrentState(layout, self.scan, shapes, embed, names=["late", "numerator", "denominator", "peak"])
+        return RecurrentState(
+            layout,
+            self.scan,
+            shapes,
+            embed,
+            names=["late", "numerator", "denominator", "peak"],
+            sums=["numerator", "denominator"],
+        )
 
     def scan(self, inputs: Tensor, carry: Carry, counts: Tensor, gate: Tensor | None) -> tuple[Tensor, Carry]:
         """The stream, normalized `[R, T, E]` -> gated averages `[R, T, F]`."""

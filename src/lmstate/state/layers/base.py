@@ -30,6 +30,7 @@ class Layout:
     capacity: int | None = None  # tokens a row may hold; None: grows
     rewind: int = 16  # how many tokens back a rewind recomputes nothing
     chunk: int = CHUNK  # tokens of a row that one forward takes
+    carries: int = 32  # bits of what recurrences sum over tokens: 32, 16 or 8
     kv: Policy | None = None  # how an attention layer stores and forgets; None: all of it, in `dtype`
     max_positions: int | None = None  # how many positions the model has learned, each by itself; None: it knows any
     static: bool = False  # tensors that a step uses are made once, and changed only in place

@@ -13,15 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from operator import add, sub
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lmstate.errors import SnapshotError
 from lmstate.ops import ScanStart, Unscanned
 from lmstate.state.changes import Changes
 from lmstate.state.layers.base import LayerState, Layout
+from lmstate.state.layers.rounding import CarryRounding
 from lmstate.state.layers.scans import (
     Carry,
     Checkpoint,
@@ -29,9 +30,11 @@ from lmstate.state.layers.scans import (
     PassedCarry,
     PendingCarry,
     Scan,
+    captured,
     log_places,
     logged,
     places_again,
+    places_since,
     position_of,
     prefix,
     scan_with_stops,
@@ -67,10 +70,16 @@ class RecurrentState(LayerState):
         inputs: int,
         *,
         names: Sequence[str] | None = None,
+        sums: Sequence[str] = (),
     ):
-        """`shapes`: of each part of the carry, without rows; `inputs`: F, the width of the scan's input."""
+        """`shapes`: of each part of the carry, without rows; `inputs`: F, the width of the scan's input.
+
+        `sums`: names of the parts that sum over tokens: a layout with `carries` below 32 has them rounded.
+        """
         self.layout, self.scan = layout, scan
         self.names = tuple(names or (f"carry.{i}" for i in range(len(shapes))))
+        rounds = layout.carries < 32 and bool(sums)
+        self.rounding = CarryRounding(layout.carries, self.names, frozenset(sums)) if rounds else None
         rows, device = layout.rows, layout.device
         self.carry: Carry = tuple(torch.zeros(rows, *shape, dtype=torch.float32, device=device) for shape in shapes)
         self._zero: Carry = tuple(torch.zeros(1, *shape, dtype=torch.float32, device=device) for shape in shapes)
@@ -114,7 +123,7 @@ class RecurrentState(LayerState):
         pending = self._log(step, step.packed(inputs))
         carry = self._scanned() if pending.carry is None else pending.carry
         outputs, pending.carry, passed = scan_with_stops(
-            self.scan, inputs, carry, step, pending.step.ends, self.period, gate
+            self._scan_from, inputs, carry, step, pending.step.ends, self.period, gate
         )
         pending.passed += passed
         return outputs
@@ -127,7 +136,8 @@ class RecurrentState(LayerState):
         pending = self._reserved()
         if any(stops != list(step.counts) for stops, _ in stops_of(step, pending.step.ends, self.period)):
             return None
-        return self._scanned() if pending.carry is None else pending.carry
+        carry = self._scanned() if pending.carry is None else pending.carry
+        return carry if self.rounding is None else self.rounding.begun(carry, step.starts, step.counts)
 
     def fused_scan_start(self, step: Step) -> ScanStart | None:
         """The same for a native call that makes the inputs and scans them, after what is unscanned.
@@ -138,6 +148,12 @@ class RecurrentState(LayerState):
             return None
         pending = self._reserved()
         start = ScanStart(self.carry, self._unscanned(step)) if pending.carry is None else ScanStart(pending.carry)
+        if self.rounding is not None:
+            since = (0,) * step.rows if start.unscanned is None else start.unscanned.counts
+            starts, counts = map(sub, step.starts, since), map(add, step.counts, since)
+            if (carry := self.rounding.begun(start.carry, [*starts], [*counts])) is None:
+                return None
+            start = start._replace(carry=carry)
         cuts = stops_of(step, pending.step.ends, self.period)
         if all(stops == list(step.counts) for stops, _ in cuts):
             return start
@@ -177,7 +193,7 @@ class RecurrentState(LayerState):
         if all(stops == list(step.counts) for stops, _ in cuts):
             passed = [PassedCarry(positions, self.next_carry) for _, positions in cuts]
         else:  # a checkpoint inside the step is not what the device has kept
-            passed = scan_with_stops(self.scan, inputs, self.carry, step, step.ends, self.period)[2]
+            passed = scan_with_stops(self._scan_from, inputs, self.carry, step, step.ends, self.period)[2]
         self._pending = PendingCarry(step, self.next_carry, [(step, step.packed(inputs))], passed)
 
     def static_tensors(self) -> dict[str, Tensor]:
@@ -241,7 +257,7 @@ class RecurrentState(LayerState):
         )
         if to > base:
             counts = torch.tensor([to - base], device=self.log.device)
-            _, carry = self.scan(logged(self.log[row : row + 1], base, to), carry, counts, None)
+            _, carry = self._scan_from([base])(logged(self.log[row : row + 1], base, to), carry, counts, None)
         even, odd = (None if one is None or one.position > to else one for one in self.checkpoints[row])
         self._put(row, carry, (even, odd), changes)
 
@@ -291,8 +307,10 @@ class RecurrentState(LayerState):
         carry = tuple(part[row : row + 1] for part in self.carry)
         if self.unscanned is not None and (count := self.unscanned.counts[row]):
             inputs = self.unscanned.inputs.split(self.unscanned.counts)[row][None]
-            carry = self.scan(inputs, carry, torch.tensor([count], device=self.log.device), None)[1]
-        return {name: part[0] if shared else part[0].clone() for name, part in zip(self.names, carry)}
+            scan = self._scan_from([self.unscanned.starts[row]])
+            carry = scan(inputs, carry, torch.tensor([count], device=self.log.device), None)[1]
+        held = {name: part[0] if shared else part[0].clone() for name, part in zip(self.names, carry)}
+        return held if self.rounding is None else self.rounding.packed(held, length)
 
     def restore(self, row: int, length: int, tensors: Mapping[str, Tensor], changes: Changes) -> None:
         self._put(row, *self._restored(length, tensors), changes)
@@ -303,16 +321,9 @@ class RecurrentState(LayerState):
         """The carry `[1, ...]` and the checkpoints of a row that was captured at `length`."""
         if length == 0 and not tensors:
             tensors = {name: torch.zeros_like(part[0]) for name, part in zip(self.names, self.carry)}
-        if set(tensors) != set(self.names):
-            raise SnapshotError(f"a recurrent layer needs {sorted(self.names)}; the snapshot has {sorted(tensors)}")
-        for name, own in zip(self.names, self.carry):
-            given = tensors[name]
-            if given.shape != own.shape[1:] or not given.dtype.is_floating_point:
-                raise SnapshotError(
-                    f"the snapshot's {name} is {given.dtype} {list(given.shape)}; "
-                    f"this layer holds {list(own.shape[1:])}"
-                )
-        carry: Carry = tuple(tensors[name][None].to(own, copy=True) for name, own in zip(self.names, self.carry))
+        elif self.rounding is not None:
+            tensors = self.rounding.unpacked(tensors, length)
+        carry = captured(tensors, self.names, self.carry)
         here = Checkpoint(length, carry)
         even = not self.period or length // self.period % 2 == 0
         return carry, (here, None) if even else (None, here)
@@ -353,12 +364,16 @@ class RecurrentState(LayerState):
 
     def _scanned(self) -> Carry:
         """The carry at each row's committed length, with what is unscanned in it."""
-        return self.carry if self.unscanned is None else scanned(self.scan, self.carry, self.unscanned)
+        return self.carry if self.unscanned is None else scanned(self._scan_from, self.carry, self.unscanned)
+
+    def _scan_from(self, starts: Sequence[int]) -> Scan:
+        """The scan of rows that begin at these positions."""
+        return self.scan if self.rounding is None else partial(self.rounding.scan, self.scan, starts)
 
     def _unscanned(self, step: Step) -> Unscanned | None:
         if self.unscanned is None:
             return None
-        inputs, counts = self.unscanned
+        inputs, counts, _ = self.unscanned
 
         def places() -> tuple[Tensor, Tensor]:
             numbers = (counts, tuple(accumulate(counts, initial=0)))
@@ -372,24 +387,18 @@ class RecurrentState(LayerState):
         since = self._since(pending, step, accepted)
         if max(since.counts) <= MOST_UNSCANNED:
             return self.carry, since
-        return scanned(self.scan, self.carry, since), None
+        return scanned(self._scan_from, self.carry, since), None
 
     def _since(self, pending: PendingCarry, step: Step, accepted: tuple[int, ...]) -> Inputs:
         """All inputs that come after the carry: what is unscanned, and the accepted prefixes of a step's."""
         ((_, inputs),) = pending.inputs
         before = (0,) * len(accepted) if self.unscanned is None else self.unscanned.counts
 
-        def places() -> Tensor:
-            begins = list(accumulate(before, initial=0))
-            return torch.tensor([
-                place
-                for row, (first, old, begin, new) in enumerate(zip(begins, before, step.begins, accepted))
-                for place in (*range(first, first + old), *range(begins[-1] + begin, begins[-1] + begin + new))
-            ], dtype=torch.int64, device=self.log.device)  # fmt: skip
-
         known = inputs if self.unscanned is None else torch.cat([self.unscanned.inputs, inputs])
-        taken = known[step.cached(("since", before, accepted), places)]
-        return Inputs(taken, tuple(old + new for old, new in zip(before, accepted)))
+        build = partial(places_since, step, before, accepted, self.log.device)
+        taken = known[step.cached(("since", before, accepted), build)]
+        counts = tuple(old + new for old, new in zip(before, accepted))
+        return Inputs(taken, counts, tuple(start - old for start, old in zip(step.starts, before)))
 
     def _replay(
         self, pending: PendingCarry, carry: Carry, step: Step, accepted: tuple[int, ...]
@@ -407,7 +416,7 @@ class RecurrentState(LayerState):
             index = step.cached(("again", again), lambda: places_again(parts, step, again, self.log.device))
             inputs = (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[index]
             short = prefix(step, again)
-            _, redone, passed = scan_with_stops(self.scan, inputs, redone, short, short.ends, self.period)
+            _, redone, passed = scan_with_stops(self._scan_from, inputs, redone, short, short.ends, self.period)
         whole = [
             PassedCarry([None if p else at for p, at in zip(partly, passage.positions)], passage.carry)
             for passage in pending.passed

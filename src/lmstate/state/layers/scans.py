@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from lmstate.errors import SnapshotError
 from lmstate.state.step import Step
 
 Carry = tuple[Tensor, ...]
 Scan = Callable[[Tensor, Carry, Tensor, Tensor | None], tuple[Tensor, Carry]]
+ScanFrom = Callable[[Sequence[int]], Scan]
+"""The scan of rows that begin at these positions."""
 
 
 class Inputs(NamedTuple):
-    """Inputs of a scan `[N, F]`, of all rows without padding, and how many each row has."""
+    """Inputs of a scan `[N, F]`, of all rows without padding, how many each row has, and the position of its first."""
 
     inputs: Tensor
     counts: tuple[int, ...]
+    starts: tuple[int, ...]
 
 
 class Checkpoint(NamedTuple):
@@ -56,12 +61,12 @@ def position_of(checkpoint: Checkpoint) -> int:
     return checkpoint.position
 
 
-def scanned(scan: Scan, carry: Carry, unscanned: Inputs) -> Carry:
+def scanned(scan_from: ScanFrom, carry: Carry, unscanned: Inputs) -> Carry:
     """The carry with these inputs in it as well."""
-    inputs, counts = unscanned
+    inputs, counts, starts = unscanned
     padded = pad_sequence(inputs.split(counts), batch_first=True)
     with torch.no_grad():  # they were scanned without a gradient before
-        return scan(padded, carry, torch.tensor(counts, device=inputs.device), None)[1]
+        return scan_from(starts)(padded, carry, torch.tensor(counts, device=inputs.device), None)[1]
 
 
 def prefix(step: Step, counts: tuple[int, ...]) -> Step:
@@ -70,7 +75,7 @@ def prefix(step: Step, counts: tuple[int, ...]) -> Step:
 
 
 def scan_with_stops(
-    scan: Scan,
+    scan_from: ScanFrom,
     inputs: Tensor,
     carry: Carry,
     step: Step,
@@ -81,20 +86,21 @@ def scan_with_stops(
     """Scan a step, stopping for the carry at the last two multiples of `period` before each row's end."""
     cuts = stops_of(step, ends, period)
     if not cuts:
-        outputs, carry = scan(inputs, carry, step.counts_t, gate)
+        outputs, carry = scan_from(step.starts)(inputs, carry, step.counts_t, gate)
         return outputs, carry, []
     done, pieces, passed = [0] * step.rows, [], []
     for stops, positions in [*cuts, (list(step.counts), None)]:
         counts = [stop - begin for stop, begin in zip(stops, done)]
         if any(counts):
-            piece = _rows_between(inputs, done, stops)
-            part_gate = None if gate is None else _rows_between(gate, done, stops)
+            piece = rows_between(inputs, done, stops)
+            part_gate = None if gate is None else rows_between(gate, done, stops)
+            scan = scan_from([start + begin for start, begin in zip(step.starts, done)])
             folded, carry = scan(piece, carry, torch.tensor(counts, device=inputs.device), part_gate)
             pieces.append((folded, counts))
         if positions is not None:
             passed.append(PassedCarry(positions, carry))
         done = stops
-    return _rows_joined(pieces), carry, passed
+    return rows_joined(pieces), carry, passed
 
 
 def stops_of(step: Step, ends: Sequence[int], period: int) -> list[tuple[list[int], list[int | None]]]:
@@ -127,7 +133,7 @@ def _cuts(step: Step, ends: Sequence[int], period: int) -> list[tuple[list[int],
     return cuts
 
 
-def _rows_between(inputs: Tensor, begins: Sequence[int], stops: Sequence[int]) -> Tensor:
+def rows_between(inputs: Tensor, begins: Sequence[int], stops: Sequence[int]) -> Tensor:
     """Row r's tokens `begins[r] .. stops[r] - 1` of `[R, T, F]`, moved to the left: a view where all rows agree."""
     if len(set(zip(begins, stops))) == 1:
         return inputs[:, begins[0] : stops[0]]
@@ -135,7 +141,7 @@ def _rows_between(inputs: Tensor, begins: Sequence[int], stops: Sequence[int]) -
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
-def _rows_joined(pieces: Sequence[tuple[Tensor, Sequence[int]]]) -> Tensor:
+def rows_joined(pieces: Sequence[tuple[Tensor, Sequence[int]]]) -> Tensor:
     """Pieces `[R, t, G]` of each row one after the other, `counts[r]` tokens of each: the inverse of the above."""
     if all(len(set(counts)) == 1 for _, counts in pieces):
         return torch.cat([piece for piece, _ in pieces], dim=1)
@@ -154,6 +160,17 @@ def places_again(parts: Sequence[Step], step: Step, again: Sequence[int], device
                 index[row][at] = offset + part.begins[row] + at - first
         offset += part.new_tokens
     return torch.tensor(index, device=device)
+
+
+def places_since(step: Step, before: Sequence[int], accepted: Sequence[int], device: torch.device) -> Tensor:
+    """Places of each row's first `before[r]` inputs and of its `accepted[r]` of a step, where the step's come behind
+    all of the former; int64."""
+    begins = list(accumulate(before, initial=0))
+    return torch.tensor([
+        place
+        for first, old, begin, new in zip(begins, before, step.begins, accepted)
+        for place in (*range(first, first + old), *range(begins[-1] + begin, begins[-1] + begin + new))
+    ], dtype=torch.int64, device=device)  # fmt: skip
 
 
 def log_places(
@@ -177,3 +194,19 @@ def logged(own: Tensor, start: int, stop: int) -> Tensor:
     size = own.shape[1]
     first, last = start % size, (stop - 1) % size + 1
     return own[:, first:last] if first < last else torch.cat([own[:, first:], own[:, :last]], dim=1)
+
+
+def captured(tensors: Mapping[str, Tensor], names: Sequence[str], like: Carry) -> Carry:
+    """The carry `[1, ...]` of a snapshot's tensors, as copies. Raises `SnapshotError` if they are not such parts."""
+    if set(tensors) != set(names):
+        raise SnapshotError(
+            f"a recurrent layer needs {sorted(names)}; the snapshot has {sorted(tensors)}: a state with the same "
+            "carries= takes it"
+        )
+    for name, own in zip(names, like):
+        given = tensors[name]
+        if given.shape != own.shape[1:] or not given.dtype.is_floating_point:
+            raise SnapshotError(
+                f"the snapshot's {name} is {given.dtype} {list(given.shape)}; this layer holds {list(own.shape[1:])}"
+            )
+    return tuple(tensors[name][None].to(own, copy=True) for name, own in zip(names, like))
