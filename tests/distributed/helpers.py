@@ -17,10 +17,10 @@ from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_source
 from lmstate.distributed.channel import RankChannel
 from lmstate.distributed.follower import Follower, loaded
+from lmstate.distributed.matrices import ParallelMode
 from lmstate.distributed.model import ParallelModel
 from lmstate.distributed.open import open_parallel
 from lmstate.distributed.ranks import Ranks
-from lmstate.distributed.split import ParallelMode
 from lmstate.models.families import build
 from tests.zoo import CASES, auto, pair, randomize
 
@@ -70,6 +70,8 @@ WIDE: dict[str, dict[str, int]] = {
     "qwen3_moe": {"num_attention_heads": 4, "head_dim": 32, "moe_intermediate_size": 64},
     "qwen3_next-dense": {"num_attention_heads": 4, "head_dim": 32, "linear_value_head_dim": 32},
     "mamba2-groups": {"head_dim": 32, "num_heads": 4, "n_groups": 2},
+    "mamba": {"intermediate_size": 128},
+    "rwkv": {"attention_hidden_size": 64},
 }
 """Sizes of which each of two ranks has whole groups of a quantized matrix."""
 

@@ -28,7 +28,7 @@ OPERATIONS = OPERATION.filter(lambda operation: operation[0] != "fail")  # a fau
 Both = tuple[Model, ParallelModel, Meeting]
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral", "qwen3_next-dense", "llama-longrope"])
+@pytest.fixture(scope="module", params=["llama", "mistral", "qwen3_next-dense", "falcon_h1", "llama-longrope"])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     """A model in one process, and over two ranks."""
     folder = saved(request.param, tmp_path_factory.mktemp("model"))

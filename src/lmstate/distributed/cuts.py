@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -43,10 +44,34 @@ class Cut(NamedTuple):
         return torch.cat(parts, self.dim).contiguous()
 
 
-LayerCut: TypeAlias = "tuple[int, ...] | Mapping[str, Cut]"
-"""The kv heads of every rank, or the cut of each tensor of a recurrence; empty where each rank has the layer whole."""
+@dataclass(frozen=True)
+class Members:
+    """The cuts of the members of a layer that has several states."""
+
+    cuts: tuple[LayerCut, ...]
+
+    def __bool__(self) -> bool:
+        return any(self.cuts)
+
+
+LayerCut: TypeAlias = tuple[int, ...] | Mapping[str, Cut] | Members
+"""The kv heads of every rank, the cut of each tensor of a recurrence, or those of members; empty where each rank has
+the layer whole. A tensor of a recurrence without a cut is whole on each rank."""
+
+LayerCuts: TypeAlias = tuple[LayerCut, ...]
+"""The cut of the state of each layer."""
+
+
+def member_of(cut: LayerCut, index: int) -> LayerCut:
+    """The cut of a member of a layer."""
+    return cut.cuts[index] if isinstance(cut, Members) and index < len(cut.cuts) else ()
 
 
 def cut_of(layer: LayerCut, name: str) -> Cut | None:
-    """The cut of a tensor of a layer that is cut; None for a name that the layer does not have."""
-    return layer.get(name) if isinstance(layer, Mapping) else Cut(0, (layer,))
+    """The cut of a tensor of a layer; None for one that every rank has whole, or that the layer does not have."""
+    if isinstance(layer, Members):
+        member, _, rest = name.partition(".")
+        return cut_of(member_of(layer, int(member)), rest) if member.isdecimal() else None
+    if isinstance(layer, Mapping):
+        return layer.get(name)
+    return Cut(0, (layer,)) if layer else None

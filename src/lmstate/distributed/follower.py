@@ -17,12 +17,12 @@ import torch
 from lmstate.distributed.block_numbers import HeldBlocks
 from lmstate.distributed.calls import CALLS, Arguments
 from lmstate.distributed.channel import RankChannel
+from lmstate.distributed.cuts import LayerCuts
 from lmstate.distributed.group import SocketGroup
 from lmstate.distributed.identity import identity
 from lmstate.distributed.open import open_part
 from lmstate.distributed.ranks import Collectives
 from lmstate.distributed.snapshots import gathered, received, slot_states
-from lmstate.distributed.split import LayerCuts
 from lmstate.models.model import Model
 from lmstate.state import Layout, Snapshot, State
 from lmstate.state.blocks import BlockPool, pieces_of
@@ -108,7 +108,7 @@ class Follower:
         layers = self.states[number].snapshot(row).layers
         self.blocks.hold(numbers, [piece for layer in layers for piece in pieces_of(layer)])
         for layer, cut in zip(layers, self.cuts, strict=True):
-            gathered(self.group, layer, cut, lambda blocks: blocks)
+            gathered(self.group, layer, cut, lambda blocks, _: blocks)
 
     @command
     def restore(self, number: int, row: int, header: list[Any]) -> None:
@@ -121,8 +121,8 @@ class Follower:
 
     @command
     def in_blocks(self, number: int, place: int, start: int, told: dict[str, Any], numbers: list[int]) -> None:
-        layer, slots = list(slot_states(self.states[number]))[place]
-        read = received(self.group, told, self.cuts[layer], self.blocks)
+        cut, slots = list(slot_states(self.states[number], self.cuts))[place]
+        read = received(self.group, told, cut, self.blocks)
         self.blocks.hold(numbers, list(pieces_of(slots.in_blocks(start, read))))
 
     @command

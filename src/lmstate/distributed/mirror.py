@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 from inspect import signature
 from typing import Any, NoReturn, Self
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lmstate.distributed.blocks import RankBlocks
 from lmstate.distributed.calls import CALLS, MirroredCall, listed
-from lmstate.distributed.cuts import LayerCut
+from lmstate.distributed.cuts import LayerCuts
 from lmstate.distributed.ranks import Ranks
 from lmstate.distributed.snapshots import Captured, gathered, in_hand, part_of, send, slot_states, told
 from lmstate.errors import UnsupportedError
@@ -32,9 +32,8 @@ from lmstate.state.tree import PendingTree
 class Link:
     """The name of a state on the other ranks; none for one that only exists inside a call that they make themselves."""
 
-    def __init__(self, ranks: Ranks, cuts: Sequence[LayerCut], number: int | None) -> None:
-        """`cuts`: of each layer."""
-        self.ranks, self.cuts, self.number = ranks, tuple(cuts), number
+    def __init__(self, ranks: Ranks, cuts: LayerCuts, number: int | None) -> None:
+        self.ranks, self.cuts, self.number = ranks, cuts, number
         if number is not None:
             weakref.finalize(self, ranks.freed.append, number).atexit = False
 
@@ -72,7 +71,7 @@ class MirroredState(State):
             ranks.tell("snapshot", self.link.number, row, self._numbered(own.layers))
             with ranks.together():
                 layers = [
-                    gathered(ranks.group, layer, cut, partial(RankBlocks, ranks=ranks, cut=cut))
+                    gathered(ranks.group, layer, cut, lambda own, cut: RankBlocks(own, ranks, cut))
                     for layer, cut in zip(own.layers, self.link.cuts, strict=True)
                 ]
             return replace(own, layers=tuple(layers))
@@ -98,10 +97,9 @@ class MirroredState(State):
     def in_blocks(self, slots: SlotState, start: int, tensors: Captured) -> Captured:
         ranks = self.link.ranks
         with ranks.turn():
-            place, layer = next(
-                (place, layer) for place, (layer, each) in enumerate(slot_states(self)) if each is slots
+            place, cut = next(
+                (place, cut) for place, (cut, each) in enumerate(slot_states(self, self.link.cuts)) if each is slots
             )
-            cut = self.link.cuts[layer]
             own = super().in_blocks(slots, start, part_of(tensors, cut, 0))
             assert isinstance(own, CapturedBlocks)
             sent: list[Tensor] = []

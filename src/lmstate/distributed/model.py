@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn
 import torch
 from torch import Tensor
 
+from lmstate.distributed.cuts import LayerCuts
+from lmstate.distributed.matrices import ParallelMode
 from lmstate.distributed.mirror import Link, MirroredState
 from lmstate.distributed.ranks import Ranks
-from lmstate.distributed.split import LayerCuts, ParallelMode
 from lmstate.errors import StateError, UnsupportedError
 from lmstate.models.forward import Keep
 from lmstate.models.model import Model

@@ -13,9 +13,11 @@ import torch
 from lmstate.checkpoints.hub import cache_dir
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_cached
+from lmstate.distributed.cuts import LayerCuts
+from lmstate.distributed.matrices import ParallelMode
 from lmstate.distributed.model import ParallelModel
 from lmstate.distributed.ranks import LOADING, Collectives, Ranks
-from lmstate.distributed.split import LayerCuts, ParallelMode, Splitter, layer_cuts
+from lmstate.distributed.split import Splitter, layer_cuts
 from lmstate.errors import ModelError, RanksError
 from lmstate.models.families import build
 from lmstate.models.model import Model

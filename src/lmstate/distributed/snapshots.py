@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lmstate.distributed.block_numbers import HeldBlocks
 from lmstate.distributed.blocks import RankBlocks
-from lmstate.distributed.cuts import LayerCut, cut_of
+from lmstate.distributed.cuts import LayerCut, LayerCuts, cut_of, member_of
 from lmstate.distributed.ranks import Collectives, Ranks
 from lmstate.errors import SnapshotError
 from lmstate.state import LayerState, Snapshot, State
@@ -23,16 +23,20 @@ Captured = Mapping[str, Tensor]
 
 
 def gathered(
-    group: Collectives, layer: Captured, cut: LayerCut, blocks: Callable[[CapturedBlocks], Captured]
+    group: Collectives, layer: Captured, cut: LayerCut, blocks: Callable[[CapturedBlocks, LayerCut], Captured]
 ) -> Captured:
     """A captured layer with the tensors of all ranks, and of its blocks what is made of them; every rank calls it."""
     if isinstance(layer, CapturedBlocks):
-        return blocks(layer)
+        return blocks(layer, cut)
     if isinstance(layer, Parts):
-        return Parts([gathered(group, member, cut, blocks) for member in layer.members])
+        return Parts([gathered(group, each, member_of(cut, at), blocks) for at, each in enumerate(layer.members)])
     if not cut:
         return layer
-    return {name: own.gathered(group, layer[name]) for name in sorted(layer) if (own := cut_of(cut, name)) is not None}
+    whole = dict(layer)
+    for name in sorted(layer):
+        if (own := cut_of(cut, name)) is not None:
+            whole[name] = own.gathered(group, whole[name])
+    return whole
 
 
 def part_of(layer: Captured, cut: LayerCut, rank: int) -> Captured:
@@ -41,7 +45,7 @@ def part_of(layer: Captured, cut: LayerCut, rank: int) -> Captured:
         assert rank == 0
         return layer.own
     if isinstance(layer, Parts):
-        return Parts([part_of(member, cut, rank) for member in layer.members])
+        return Parts([part_of(each, member_of(cut, at), rank) for at, each in enumerate(layer.members)])
     if not cut or not isinstance(layer, Mapping):
         return layer
     parts = {}
@@ -90,23 +94,22 @@ def received(group: Collectives, told: Mapping[str, Any], cut: LayerCut, held: H
     if "blocks" in told:
         return held.piece(told["blocks"])
     if "parts" in told:
-        return Parts([received(group, member, cut, held) for member in told["parts"]])
+        return Parts([received(group, each, member_of(cut, at), held) for at, each in enumerate(told["parts"])])
     layer = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in told["tensors"].items()}
     for tensor in layer.values():
         group.broadcast(tensor)
     return part_of(layer, cut, group.rank)
 
 
-def slot_states(state: State) -> Iterator[tuple[int, SlotState]]:
-    """The parts of a state that keep an entry a token, each with the number of its layer."""
-    for index, layer in enumerate(state.layers):
-        for part in _slots_of(layer):
-            yield index, part
+def slot_states(state: State, cuts: LayerCuts) -> Iterator[tuple[LayerCut, SlotState]]:
+    """The parts of a state that keep an entry a token, each with its cut."""
+    for layer, cut in zip(state.layers, cuts, strict=True):
+        yield from _slots_of(layer, cut)
 
 
-def _slots_of(layer: LayerState) -> Iterator[SlotState]:
+def _slots_of(layer: LayerState, cut: LayerCut) -> Iterator[tuple[LayerCut, SlotState]]:
     if isinstance(layer, SlotState):
-        yield layer
+        yield cut, layer
     elif isinstance(layer, CompositeState):
-        for member in layer.members:
-            yield from _slots_of(member)
+        for at, member in enumerate(layer.members):
+            yield from _slots_of(member, member_of(cut, at))

@@ -1,7 +1,7 @@
 """The part of a model that one rank of several holds.
 
 In mode "exact" every matrix is split by outputs, so that each number is computed as in one process. Attention and
-recurrences of heads keep the outputs and the state of their own heads, and a feed-forward part those of its own
+recurrences keep the outputs and the state of their own heads or channels, and a feed-forward part those of its own
 columns, until the next product; experts are whole, each on one rank. Other layers compute the same from their products,
 and remember the same, on all ranks.
 
@@ -14,51 +14,46 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, Literal, TypeAlias, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-from lmstate.distributed.cuts import Cut, LayerCut
+from lmstate.distributed.cuts import Cut, LayerCut, LayerCuts, Members, member_of
+from lmstate.distributed.matrices import (
+    MatrixParts,
+    ParallelMode,
+    at,
+    features,
+    group_of,
+    heads_of,
+    shares,
+    span,
+    times,
+    unit_of,
+)
+from lmstate.distributed.recurrences import cut_of_recurrence, part_of_recurrence
 from lmstate.models.block import Block
 from lmstate.models.layers.attention import Attention
-from lmstate.models.layers.base import Mixer
-from lmstate.models.layers.gated_delta_net import GatedDelta, LowRankProjection
+from lmstate.models.layers.cca import CompressedConvAttention
+from lmstate.models.layers.compressed_attention import CompressedAttention
 from lmstate.models.layers.in_states import beside_states, read_by_state
-from lmstate.models.layers.mamba2 import Mamba2
 from lmstate.models.layers.mla import MultiHeadLatentAttention
 from lmstate.models.layers.mlp import MLP
 from lmstate.models.layers.moe import MixtureOfExperts, Router
+from lmstate.models.layers.ngrams import NgramBlock
+from lmstate.models.layers.parallel_hybrid import ParallelHybrid
+from lmstate.models.layers.relative_attention import ConvolvedLayer, RelativeAttention
+from lmstate.models.layers.zamba_hybrid import LayerAdapter, SharedTransformer, ZambaHybrid
 from lmstate.models.mapped import mapped
 from lmstate.models.model import Model
 from lmstate.ops import Norm, Sublayer, Weight
-from lmstate.ops.weights.bfloat12 import common_bytes, packed, to_bfloat12
-from lmstate.ops.weights.grouped import BLOCK, GROUP
-from lmstate.ops.weights.split import Gathering, PartWeight, SplitWeight, SummedWeight, selected, selected_inputs
-
-ParallelMode: TypeAlias = Literal["exact", "sum"]
-LayerCuts = tuple[LayerCut, ...]
-"""The cut of the state of each layer."""
-SPAN = 4
-"""Outputs of a float matrix that native bodies read together."""
-
-
-def shares(count: int, ranks: int, unit: int = 1) -> list[int] | None:
-    """Parts of `count`, one for each rank, of about the same size and of whole units; None where they are too few."""
-    units = -(-count // unit)
-    if units < ranks:
-        return None
-    bounds = [min(count, units * rank // ranks * unit) for rank in range(ranks + 1)]
-    return [stop - first for first, stop in pairwise(bounds)]
+from lmstate.ops.weights.split import Gathering, PartWeight
 
 
 @dataclass(frozen=True)
-class Splitter:
+class Splitter(MatrixParts):
     """Makes the part of `group.rank` of `ranks`."""
-
-    group: Gathering
-    ranks: int
-    mode: ParallelMode = "exact"
 
     def __call__(self, model: Model, cuts: LayerCuts) -> Model:
         """The part of a model with these `layer_cuts`, which is not changed.
@@ -66,22 +61,17 @@ class Splitter:
         Its fingerprint is that of the whole, and names the mode and the ranks where they change bits.
         """
         done: dict[int, Any] = {}
-        blocks = []
         for block, cut in zip(model.blocks, cuts, strict=True):
-            if id(block.mixer) not in done:
-                if cut:
-                    done[id(block.mixer)] = self.mixer(block.mixer, cut)
-                elif _splits_latent(block.mixer, self.ranks):
-                    done[id(block.mixer)] = self.latent(block.mixer)
+            self.mixer(block.mixer, member_of(cut, 0) if isinstance(block, NgramBlock) else cut, done)
             if type(block.mlp) is MLP and id(block.mlp) not in done:
                 done[id(block.mlp)] = self.mlp(block.mlp)
-            blocks.append(mapped(block, self.part, done))
         network = replace(
             model.network,
             embed=mapped(model.embed, self.part, done),
             head=mapped(model.head, self.part, done),
             entry=mapped(model.network.entry, self.part, done),
-            blocks=tuple(blocks),
+            exit=mapped(model.network.exit, self.part, done),
+            blocks=mapped(model.blocks, self.part, done),
         )
         name = model.fingerprint + (f" parallel=sum:{self.ranks}" if self.mode == "sum" else "")
         return replace(model, network=network, _fingerprint=name)
@@ -90,88 +80,176 @@ class Splitter:
         """The part of a layer or a weight; the thing itself where it is to be taken apart, or to stay whole."""
         if type(thing) is MixtureOfExperts:
             return self.experts(thing)
+        if _splits_latent(thing, self.ranks):
+            return self.latent(thing)
+        if type(thing) is CompressedAttention and len(thing.out_groups) >= self.ranks:
+            return self.compressed(thing)
         if isinstance(thing, Weight):
             return self.outputs(thing)
         # States compute on each rank alone, so what they read stays whole.
-        return beside_states(thing, self.part) if read_by_state(thing) else thing
+        if not (read := read_by_state(thing)):
+            return thing
+        whole = {name: mapped(getattr(thing, name), self.kept) for name in read}
+        return replace(beside_states(thing, self.part), **whole)
 
-    def outputs(self, weight: Weight, inputs: Sequence[int] | None = None) -> Weight:
-        """A share of the outputs of a weight, in blocks as they are stored; the weight where these are too few.
+    def kept(self, thing: Any) -> Any:
+        return self.whole(thing) if isinstance(thing, Weight) else thing
 
-        inputs: as of `SplitWeight`, which is then made in any case.
-        """
-        widths = shares(weight.out_features, self.ranks, _unit(weight)) or (
-            inputs and shares(weight.out_features, self.ranks)
-        )
-        if not widths:
-            return weight
-        return SplitWeight(self.rows(weight, _span(widths, self.group.rank)), self.group, widths, inputs)
+    def mixer(self, whole: Any, cut: LayerCut, done: dict[int, Any]) -> Any:
+        """A mixer of the heads of this rank, shared with the layers before that have the same one."""
+        if cut and id(whole) not in done:
+            done[id(whole)] = self.cut_mixer(whole, cut, done)
+        return mapped(whole, self.part, done)
 
-    def rows(self, weight: Weight, outputs: Tensor) -> Weight:
-        """Some outputs of a weight, packed as the whole would be: that decides on the bits of its products."""
-        part, table = selected(weight, outputs).in_large_pages(), common_bytes(weight)
-        return part if table is None else packed(part, table)
-
-    def second(self, weight: Weight, inputs: Sequence[int], norm: Norm | None = None) -> Weight:
-        """A matrix whose inputs lie on the ranks, `inputs[rank]` on each; a norm reads all of them first."""
-        unit = _group(weight)
-        if self.mode == "exact" or norm is not None or any(width % unit for width in inputs):
-            return self.outputs(weight, inputs)
-        own = selected_inputs(weight, sum(inputs[: self.group.rank]), inputs[self.group.rank])
-        return SummedWeight(to_bfloat12(own.in_large_pages()), self.group, inputs)
-
-    def mixer(self, whole: Mixer, cut: LayerCut) -> Mixer:
-        """A mixer of the heads of this rank."""
-        if isinstance(cut, tuple):
-            assert isinstance(whole, Attention)
-            return self.attention(whole, cut)
-        if isinstance(whole, GatedDelta):
-            return self.delta(whole)
-        assert isinstance(whole, Mamba2)
-        return self.mamba2(whole)
+    def cut_mixer(self, whole: Any, cut: LayerCut, done: dict[int, Any]) -> Any:
+        if not isinstance(cut, Members):
+            return self.attention(whole, cut) if isinstance(cut, tuple) else part_of_recurrence(self, whole)
+        first, second, *_ = cut.cuts
+        if isinstance(whole, ParallelHybrid):
+            attention, other = self.mixer(whole.attention, first, done), self.mixer(whole.other, second, done)
+            return replace(whole, attention=attention, other=other)
+        if isinstance(whole, ZambaHybrid):
+            shared = self.transformer(whole.transformer, first, done)
+            link, mamba = self.outputs(whole.link), self.mixer(whole.mamba, second, done)
+            return replace(whole, transformer=shared, link=link, mamba=mamba)
+        assert isinstance(first, tuple)
+        if isinstance(whole, CompressedConvAttention):
+            return self.convolved(whole, first)
+        assert isinstance(whole, ConvolvedLayer)
+        return replace(whole, attention=self.relative(whole.attention, first), mlp=mapped(whole.mlp, self.part, done))
 
     def attention(self, whole: Attention, kv_heads: Sequence[int]) -> Attention:
         """Attention of the heads of this rank."""
-        group, dim = whole.heads // whole.kv_heads, whole.head_dim
-        own_kv = _span(kv_heads, self.group.rank)
-        own = (own_kv[:, None] * group + torch.arange(group)).flatten()
-        stored = 0 if whole.reads is not None else whole.kv_heads * dim
-        width = dim * (2 if whole.gate else 1)  # of a query head's outputs
-        rows, first = [_of_heads(own, width)], whole.heads * width
-        for _ in range(2 if stored else 0):
-            rows.append(first + _of_heads(own_kv, dim))
-            first += stored
-        if whole.gates:
-            rows.append(first + _of_heads(own, whole.gates // whole.heads))
-        outputs = torch.cat(rows)
+        own, own_kv = self.heads(whole, kv_heads)
+        outputs, width = self.projected(whole, kv_heads), whole.heads // whole.kv_heads * whole.head_dim
         return replace(
             whole,
             qkv=self.rows(whole.qkv, outputs),
-            qkv_bias=_at(whole.qkv_bias, outputs),
-            out=self.second(whole.out, [count * group * dim for count in kv_heads], whole.out_norm),
+            qkv_bias=at(whole.qkv_bias, outputs),
+            out=self.second(whole.out, times(kv_heads, width), whole.out_norm),
             heads=len(own),
             kv_heads=len(own_kv),
             gates=len(own) * (whole.gates // whole.heads),
-            sinks=_at(whole.sinks, own),
-            slopes=_at(whole.slopes, own),
-            biases=_at(whole.biases, own),
+            sinks=at(whole.sinks, own),
+            slopes=at(whole.slopes, own),
+            biases=at(whole.biases, own),
+        )
+
+    def heads(self, whole: Attention | RelativeAttention, kv_heads: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The numbers of the query heads and of the key/value heads of this rank."""
+        own_kv = span(kv_heads, self.group.rank)
+        return features(own_kv, whole.heads // whole.kv_heads), own_kv
+
+    def projected(self, whole: Attention, kv_heads: Sequence[int]) -> Tensor:
+        """The outputs of `qkv` that are of these heads."""
+        own, own_kv = self.heads(whole, kv_heads)
+        stored = 0 if whole.reads is not None else whole.kv_heads * whole.head_dim
+        width = whole.head_dim * (2 if whole.gate else 1)  # of a query head's outputs
+        rows, first = [features(own, width)], whole.heads * width
+        for _ in range(2 if stored else 0):
+            rows.append(first + features(own_kv, whole.head_dim))
+            first += stored
+        if whole.gates:
+            rows.append(first + features(own, whole.gates // whole.heads))
+        return torch.cat(rows)
+
+    def transformer(self, whole: SharedTransformer, cut: LayerCut, done: dict[int, Any]) -> SharedTransformer:
+        """The transformer block of Zamba, whose attention and its adapters have the heads of this rank."""
+        if not isinstance(cut, tuple) or not cut:
+            return mapped(whole, self.part, done)
+        return replace(
+            whole,
+            attention=self.mixer(whole.attention, cut, done),
+            attention_adapter=self.adapter(whole.attention_adapter, self.projected(whole.attention, cut)),
+            mlp=mapped(whole.mlp, self.part, done),
+            mlp_adapter=mapped(whole.mlp_adapter, self.part, done),
+        )
+
+    def adapter(self, whole: LayerAdapter | None, outputs: Tensor) -> LayerAdapter | None:
+        """An adapter to some of its outputs."""
+        if whole is None:
+            return None
+        ups, first = [], 0
+        for up in whole.ups:
+            own = outputs[(outputs >= first) & (outputs < first + up.out_features)] - first
+            ups.append(self.rows(up, own))
+            first += up.out_features
+        return replace(whole, down=self.outputs(whole.down), ups=tuple(ups))
+
+    def convolved(self, whole: CompressedConvAttention, kv_heads: Sequence[int]) -> CompressedConvAttention:
+        """Compressed convolutional attention of the heads of this rank. The first half of the values is of the token
+        itself, and the second one comes late."""
+        (heads, count), dim, late_widths = whole.heads, whole.attention.head_dim, late_values(whole, kv_heads)
+        own, own_kv = self.heads(whole.attention, kv_heads)
+        qk = torch.cat([features(own, dim), heads * dim + features(own_kv, dim)])
+        behind, half = (heads + count) * dim, count * dim // 2
+        late, values = span(late_widths, self.group.rank), features(own_kv, dim)
+        channels = torch.cat([qk, behind + late])
+        outputs = torch.cat([channels, behind + half + values[values < half]])
+        attention = replace(
+            self.attention(whole.attention, kv_heads),
+            qkv=self.rows(whole.attention.qkv, outputs),
+            qkv_bias=at(whole.attention.qkv_bias, outputs),
+        )
+        return replace(
+            whole,
+            attention=attention,
+            conv=whole.conv[channels],
+            head_conv=whole.head_conv[torch.cat([own, heads + own_kv])],
+            conv_bias=whole.conv_bias[qk],
+            key_scale=whole.key_scale[own_kv],
+            late_bias=at(whole.late_bias, late),
+        )
+
+    def relative(self, whole: RelativeAttention, kv_heads: Sequence[int]) -> RelativeAttention:
+        """Attention by content and distance, of the heads of this rank. Each has the distances of all."""
+        own, own_kv = self.heads(whole, kv_heads)
+        dim, stored = whole.head_dim, whole.kv_heads * whole.head_dim
+        kv = features(own_kv, dim)
+        kv = torch.cat([kv, stored + kv])
+        queries, first = whole.heads * dim, whole.heads * dim + 2 * stored
+        relative = features(own, (whole.project.out_features - first) // whole.heads)
+        return replace(
+            whole,
+            project=self.rows(whole.project, torch.cat([features(own, dim), queries + kv, first + relative])),
+            out=self.second(whole.out, times(kv_heads, queries // whole.kv_heads)),
+            heads=len(own),
+            kv_heads=len(own_kv),
+            bank=self.whole(whole.bank),
+            conv=replace(whole.conv, taps=whole.conv.taps[kv]),
+        )
+
+    def compressed(self, whole: CompressedAttention) -> CompressedAttention:
+        """Attention to compressed entries, of the groups of heads of this rank. All ranks store what all heads read."""
+        groups = heads_of(len(whole.out_groups), self.ranks)
+        own_groups = span(groups, self.group.rank)
+        own = features(own_groups, len(whole.sinks) // len(whole.out_groups))
+        return replace(
+            whole,
+            down=self.outputs(whole.down),
+            q_up=self.rows(whole.q_up, features(own, whole.dim)),
+            sinks=whole.sinks[own],
+            out_groups=whole.out_groups[own_groups].contiguous(),
+            out=self.second(whole.out, times(groups, whole.out_groups.shape[-1])),
+            inputs=mapped(whole.inputs, self.part),
+            index=mapped(whole.index, self.part),
         )
 
     def latent(self, whole: MultiHeadLatentAttention) -> MultiHeadLatentAttention:
         """Latent attention of the heads of this rank. All ranks store the latents, which all heads read."""
         count, nope, _ = whole.key_up.shape
         value, gate = whole.value_up.shape[2], whole.gates // count
-        heads = _shares(count, self.ranks)
-        own = _span(heads, self.group.rank)
+        heads = heads_of(count, self.ranks)
+        own = span(heads, self.group.rank)
         down, bias, q_up = self.outputs(whole.down), whole.down_bias, whole.q_up
         if q_up is not None:
-            q_up = self.rows(q_up, _of_heads(own, q_up.out_features // count))
+            q_up = self.rows(q_up, features(own, q_up.out_features // count))
         if q_up is None or gate:  # some outputs of `down` are of heads
             behind = whole.down.out_features - whole.gates
             width = nope + whole.rope_dim if q_up is None else 0  # of a head's query among them
             shared = torch.arange(count * width, behind)
-            outputs = torch.cat([_of_heads(own, width), shared, behind + _of_heads(own, gate)])
-            down, bias = self.rows(whole.down, outputs), _at(bias, outputs)
+            outputs = torch.cat([features(own, width), shared, behind + features(own, gate)])
+            down, bias = self.rows(whole.down, outputs), at(bias, outputs)
         return replace(
             whole,
             down=down,
@@ -181,80 +259,23 @@ class Splitter:
             value_up=whole.value_up[own].contiguous(),
             out=self.second(whole.out, [each * value for each in heads]),
             gates=len(own) * gate,
-            sinks=_at(whole.sinks, own),
+            sinks=at(whole.sinks, own),
             index=mapped(whole.index, self.part),
-        )
-
-    def delta(self, whole: GatedDelta) -> GatedDelta:
-        """A delta rule of the key heads of this rank, with the value heads that read them."""
-        shared, keys, values = whole.heads // whole.key_heads, whole.key_dim, whole.value_dim
-        key_heads = _shares(whole.key_heads, self.ranks)
-        own_keys = _span(key_heads, self.group.rank)
-        own = (own_keys[:, None] * shared + torch.arange(shared)).flatten()
-        q, v = _of_heads(own_keys, keys), _of_heads(own, values)
-        channels = torch.cat([q, whole.key_heads * keys + q, 2 * whole.key_heads * keys + v])
-        # z follows q, k and v, or the bottlenecks of decay and z do, which are whole.
-        first, low = len(whole.conv), whole.decay_up is not None
-        rest = torch.arange(first, whole.qkvz.out_features) if low else first + v
-        decay = own if len(whole.dt_bias) == whole.heads else _of_heads(own, keys)
-        gates = own if low else torch.cat([own, whole.heads + decay])
-        return replace(
-            whole,
-            qkvz=self.rows(whole.qkvz, torch.cat([channels, rest])),
-            gates=self.rows(whole.gates, gates),
-            out=self.second(whole.out, [count * shared * values for count in key_heads]),
-            conv=whole.conv[channels],
-            A=whole.A[own],
-            dt_bias=whole.dt_bias[decay],
-            key_heads=len(own_keys),
-            decay_up=self.low_rank(whole.decay_up, decay),
-            gate_up=self.low_rank(whole.gate_up, v),
-        )
-
-    def low_rank(self, whole: LowRankProjection | None, outputs: Tensor) -> LowRankProjection | None:
-        """A projection to some of its outputs."""
-        return whole and LowRankProjection(self.rows(whole.up, outputs), _at(whole.bias, outputs))
-
-    def mamba2(self, whole: Mamba2) -> Mamba2:
-        """A Mamba-2 mixer of the groups of this rank, with their heads."""
-        heads, size = len(whole.A) // whole.groups, whole.state_size
-        groups = _shares(whole.groups, self.ranks)
-        own_groups = _span(groups, self.group.rank)
-        own = (own_groups[:, None] * heads + torch.arange(heads)).flatten()
-        x, b = _of_heads(own, whole.head_dim), _of_heads(own_groups, size)
-        channels = torch.cat([x, whole.inner + b, whole.inner + whole.groups * size + b])
-        outputs = torch.cat([x, whole.inner + channels, whole.inner + len(whole.conv) + own])
-        norm = whole.norm
-        if norm is not None:
-            norm = replace(norm, norm=replace(norm.norm, weight=norm.norm.weight[x]), groups=len(own_groups))
-        return replace(
-            whole,
-            project=self.rows(whole.project, outputs),
-            out=self.second(whole.out, [count * heads * whole.head_dim for count in groups]),
-            conv=whole.conv[channels],
-            conv_bias=_at(whole.conv_bias, channels),
-            A=whole.A[own],
-            D=whole.D[own],
-            dt_bias=whole.dt_bias[own],
-            groups=len(own_groups),
-            norm=norm,
-            bias=_at(whole.bias, outputs),
-            scale=_at(whole.scale, outputs),
         )
 
     def mlp(self, whole: MLP) -> MLP:
         """A feed-forward part of the columns of this rank, or with both matrices split where these are too few."""
-        unit = _unit(whole.up) if self.mode == "exact" else max(_unit(whole.up), _group(whole.down))
+        unit = unit_of(whole.up) if self.mode == "exact" else max(unit_of(whole.up), group_of(whole.down))
         columns = shares(whole.down.in_features, self.ranks, unit)
         if columns is None:
             return replace(whole, up=self.outputs(whole.up), down=self.outputs(whole.down))
-        own = _span(columns, self.group.rank)
+        own = span(columns, self.group.rank)
         outputs = torch.cat([own, own + whole.down.in_features]) if whole.gated else own
         return replace(
             whole,
             up=self.rows(whole.up, outputs),
-            up_bias=_at(whole.up_bias, outputs),
-            factors=_at(whole.factors, outputs),
+            up_bias=at(whole.up_bias, outputs),
+            factors=at(whole.factors, outputs),
             down=self.second(whole.down, columns, whole.down_norm),
         )
 
@@ -262,18 +283,17 @@ class Splitter:
         """A mixture of the experts of this rank. Router and gate stay whole."""
         owned = shares(len(whole.experts), self.ranks)
         shared = self.mlp(whole.shared) if type(whole.shared) is MLP else mapped(whole.shared, self.part)
-        router = whole.router if isinstance(whole.router, Router) else mapped(whole.router, self.part)
+        router = mapped(whole.router, self.kept if isinstance(whole.router, Router) else self.part)
+        shared_gate = mapped(whole.shared_gate, self.kept)
         if owned is None:
-            return OwnedExperts(
-                router, mapped(list(whole.experts), self.part), shared, whole.shared_gate, whole.scale_input
-            )
+            return OwnedExperts(router, mapped(list(whole.experts), self.part), shared, shared_gate, whole.scale_input)
         first = sum(owned[: self.group.rank])
         own = list(whole.experts[first : first + owned[self.group.rank]])
         return OwnedExperts(
             router,
-            mapped(own, lambda part: to_bfloat12(part.in_large_pages()) if isinstance(part, Weight) else part),
+            mapped(own, self.kept),
             shared,
-            whole.shared_gate,
+            shared_gate,
             whole.scale_input,
             self.group,
             tuple(owned),
@@ -332,15 +352,50 @@ def layer_cuts(blocks: Sequence[Block], ranks: int) -> LayerCuts:
         if not all(cuts[index] for index in members):
             for index in members:
                 cuts[index] = ()
-    return tuple(cuts)
+    return tuple(Members((cut,)) if isinstance(block, NgramBlock) else cut for block, cut in zip(blocks, cuts))
 
 
 def _cut(mixer: object, ranks: int) -> LayerCut:
     if type(mixer) is Attention:
-        return tuple(_shares(mixer.kv_heads, ranks)) if _splits(mixer, ranks) else ()
-    if type(mixer) is GatedDelta:
-        return _cut_of_delta(mixer, ranks)
-    return _cut_of_mamba2(mixer, ranks) if type(mixer) is Mamba2 else ()
+        return tuple(heads_of(mixer.kv_heads, ranks)) if _splits(mixer, ranks) else ()
+    if isinstance(mixer, ParallelHybrid):
+        return Members((_cut(mixer.attention, ranks), _cut(mixer.other, ranks)))
+    if isinstance(mixer, ZambaHybrid):
+        return Members((_cut(mixer.transformer.attention, ranks), _cut(mixer.mamba, ranks)))
+    if isinstance(mixer, CompressedConvAttention):
+        return _cut_of_convolved(mixer, ranks)
+    return (
+        _cut_of_relative(mixer.attention, ranks)
+        if isinstance(mixer, ConvolvedLayer)
+        else cut_of_recurrence(mixer, ranks)
+    )
+
+
+def _cut_of_convolved(mixer: CompressedConvAttention, ranks: int) -> LayerCut:
+    kv_heads, dim = _cut(mixer.attention, ranks), mixer.attention.head_dim
+    if not isinstance(kv_heads, tuple) or not kv_heads:
+        return ()
+    heads, count = mixer.heads
+    own = times(kv_heads, heads // count)
+    qk, late = (times(own, dim), times(kv_heads, dim)), late_values(mixer, kv_heads)
+    return Members((kv_heads, {"conv": Cut(-1, (*qk, late)), "head_conv": Cut(-2, (own, kv_heads))}))
+
+
+def late_values(mixer: CompressedConvAttention, kv_heads: Sequence[int]) -> tuple[int, ...]:
+    """Of each rank's values, the number that come a token late: they are the second half of all."""
+    half, dim = sum(kv_heads) * mixer.attention.head_dim // 2, mixer.attention.head_dim
+    ends = [dim * sum(kv_heads[: rank + 1]) for rank in range(len(kv_heads))]
+    return tuple(max(end, half) - max(start, half) for start, end in pairwise([0, *ends]))
+
+
+def _cut_of_relative(mixer: RelativeAttention, ranks: int) -> LayerCut:
+    if mixer.kv_heads < ranks or mixer.heads % mixer.kv_heads:
+        return ()
+    if any(norm.weight.shape != (mixer.head_dim,) for norm in (mixer.q_norm, mixer.k_norm)):
+        return ()
+    kv_heads = tuple(heads_of(mixer.kv_heads, ranks))
+    own = times(kv_heads, mixer.head_dim)
+    return Members((kv_heads, {"conv": Cut(-1, (own, own))}))
 
 
 def _splits(mixer: Attention, ranks: int) -> bool:
@@ -356,57 +411,3 @@ def _splits_latent(mixer: object, ranks: int) -> TypeGuard[MultiHeadLatentAttent
     if type(mixer) is not MultiHeadLatentAttention or len(mixer.key_up) < ranks or mixer.gates % len(mixer.key_up):
         return False
     return mixer.q_up is not None or (mixer.q_norm is None and mixer.index is None)
-
-
-def _cut_of_delta(mixer: GatedDelta, ranks: int) -> LayerCut:
-    if mixer.key_heads < ranks or mixer.heads % mixer.key_heads or mixer.norm.weight.shape != (mixer.value_dim,):
-        return ()
-    if (mixer.decay_up is None) != (mixer.gate_up is None):
-        return ()
-    key_heads, shared = _shares(mixer.key_heads, ranks), mixer.heads // mixer.key_heads
-    keys = tuple(count * mixer.key_dim for count in key_heads)
-    values = tuple(count * shared * mixer.value_dim for count in key_heads)
-    heads = tuple(count * shared for count in key_heads)
-    return {"conv": Cut(-1, (keys, keys, values)), "recurrent": Cut(0, (heads,))}
-
-
-def _cut_of_mamba2(mixer: Mamba2, ranks: int) -> LayerCut:
-    """Of a mixer whose groups are normed each by itself."""
-    if mixer.groups < ranks or (mixer.norm is not None and mixer.norm.groups != mixer.groups):
-        return ()
-    groups, heads = _shares(mixer.groups, ranks), len(mixer.A) // mixer.groups
-    x = tuple(count * heads * mixer.head_dim for count in groups)
-    b = tuple(count * mixer.state_size for count in groups)
-    return {"conv": Cut(-1, (x, b, b)), "ssm": Cut(0, (tuple(count * heads for count in groups),))}
-
-
-def _shares(count: int, ranks: int) -> list[int]:
-    """`shares` of enough units for all ranks."""
-    found = shares(count, ranks)
-    assert found is not None
-    return found
-
-
-def _unit(weight: Weight) -> int:
-    """Number of outputs that are stored together."""
-    return BLOCK if weight.kind in ("int4", "int8") else SPAN
-
-
-def _group(weight: Weight) -> int:
-    """Number of inputs that share a scale."""
-    return GROUP if weight.kind in ("int4", "int8") else 1
-
-
-def _span(widths: Sequence[int], rank: int) -> Tensor:
-    """The numbers of a rank's part, int64."""
-    first = sum(widths[:rank])
-    return torch.arange(first, first + widths[rank])
-
-
-def _of_heads(heads: Tensor, width: int) -> Tensor:
-    """The outputs of heads of a width, head after head."""
-    return (heads[:, None] * width + torch.arange(width)).flatten()
-
-
-def _at(tensor: Tensor | None, places: Tensor) -> Tensor | None:
-    return None if tensor is None else tensor[places].contiguous()

@@ -53,5 +53,9 @@ class Lightning:
         assert isinstance(cache, RecurrentState)
         projected = ops.linear(x, self.project, norm=norm)
         inputs, gate = projected.split([3 * self.width, self.width], dim=-1)
-        y = ops.gated(ops.norm(cache.advance(inputs, step), self.norm), gate)
+        y = ops.gated(self.normed(cache.advance(inputs, step)), gate)
         return ops.linear(y, self.out, residual=residual)
+
+    def normed(self, y: Tensor) -> Tensor:
+        """The answers of the heads `[R, T, H * D]` after the norm."""
+        return ops.norm(y, self.norm)

@@ -46,6 +46,14 @@ class Mamba:
     def kind(self) -> str:
         return "recurrent"
 
+    def entered(self, x: Tensor) -> Tensor:
+        """The features that the convolution reads `[R, T, I]`, of those that were projected here."""
+        return x
+
+    def own(self, x: Tensor) -> Tensor:
+        """The features of the state space, of those that were convolved `[R, T, I]`."""
+        return x
+
     def new_state(self, layout: Layout) -> LayerState:
         inner, kernel = self.conv.shape
         return RecurrentState(
@@ -60,7 +68,7 @@ class Mamba:
         dt, B, C = ops.linear(x, self.select).split([self.dt_project.in_features, size, size], dim=-1)
         B, C = (part if norm is None else ops.norm(part, norm) for part, norm in ((B, self.b_norm), (C, self.c_norm)))
         dt = ops.linear(dt, self.dt_project, self.dt_bias, norm=self.dt_norm)  # [R, T, I]
-        y, state = selective_scan(x, dt, self.A, B, C, self.D, state, counts, softplus=True, gate=gate)
+        y, state = selective_scan(self.own(x), dt, self.A, B, C, self.D, state, counts, softplus=True, gate=gate)
         return y, (tail, state)
 
     def __call__(
@@ -68,7 +76,7 @@ class Mamba:
     ) -> Tensor:
         assert isinstance(cache, RecurrentState)
         x, gate = ops.linear(x, self.project, self.bias, norm=norm).chunk(2, dim=-1)
-        y = cache.advance(x, step, gate=gate)
+        y = cache.advance(self.entered(x), step, gate=gate)
         return ops.linear(y, self.out, self.out_bias, residual=residual)
 
 

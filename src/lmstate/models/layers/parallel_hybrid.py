@@ -41,9 +41,10 @@ class ParallelHybrid(FusableLayer):
 
     def sublayers(self, norm: Norm | None, post_norm: Norm | None, scale: float) -> tuple[ops.Sublayer, ...]:
         first = self.attention.sublayers(norm, None, scale * self.attention_scale)
-        if not first or post_norm is not None:  # that norm is of the sum, which no sublayer has
+        second = self.other.sublayers(norm, None, scale * self.other_scale, parallel=True)
+        if not first or not second or post_norm is not None:  # that norm is of the sum, which no sublayer has
             return ()
-        return *first, *self.other.sublayers(norm, None, scale * self.other_scale, parallel=True)
+        return *first, *second
 
     def forward(self, x: Tensor, step: Step, cache: LayerState, norm: Norm | None, residual: Residual | None) -> Tensor:
         assert isinstance(cache, CompositeState)
