@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from lmstate.cluster.moving import MovingRequest
-from lmstate.cluster.ray_cluster import processes_of
+from lmstate.cluster.ray_cluster import AUTH_MODE, TOKEN, TOKEN_PATH, processes_of
 from lmstate.engine import Engine
 from lmstate.engine.results import ReplicaStatus
 from lmstate.vision.reader import PicturePrompt
@@ -71,8 +71,10 @@ def test_nothing_is_left_of_a_server_that_is_stopped_while_ray_starts(
 ) -> None:
     (tmp_path / "store").mkdir()
     serve = ["serve", str(folder), "--replicas", "2", "--store", f"file://{tmp_path / 'store'}", "--port", "0"]
+    given = (AUTH_MODE, TOKEN, TOKEN_PATH)  # by a Ray that this process had before
+    environment = {name: value for name, value in os.environ.items() if name not in given}
     with TemporaryDirectory() as temporary:  # a short name: Ray has sockets below it
-        process = subprocess.Popen([sys.executable, "-m", "lmstate", *serve], env={**os.environ, "TMPDIR": temporary})
+        process = subprocess.Popen([sys.executable, "-m", "lmstate", *serve], env={**environment, "TMPDIR": temporary})
         try:
             wait_until(lambda: any(Path(temporary).glob(moment)) or process.poll() is not None)
             assert process.poll() is None
