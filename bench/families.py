@@ -47,7 +47,6 @@ BYTES = "reads bytes in patches of lengths that a second model chooses"
 OLD = "old and hardly used"
 WRAPPER = "a wrapper: its text model is loaded"
 DRAFTER = "drafts for another model (`load(heads=...)`), and is not one by itself"
-NEXT = "not built yet"
 LEFT_OUT = {
     **dict.fromkeys(
         ("bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small",
@@ -59,8 +58,6 @@ LEFT_OUT = {
     "blt": BYTES,
     **dict.fromkeys(("ctrl", "cpmant", "gpt_neox_japanese", "openai-gpt", "reformer"), OLD),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), DRAFTER),
-    **dict.fromkeys(
-        ("inkling2_loop_text", "inkling2_text"), NEXT),
 }  # fmt: skip
 WITH_SOURCE = "with a source"  # of modules whose models have an encoder
 ENCODERS = ("bart", "t5", "t5gemma", "whisper")
@@ -70,7 +67,7 @@ LOADED_AS = {
     "gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "gemma4": "gemma4_text", "llama4": "llama4_text",
     "gemma4_unified": "gemma4_unified_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
     "gpt-sw3": "gpt2", "dots3_note": "dots3_note_text", "mllama": "mllama_text_model", "emu3": "emu3_text_model",
-    "inkling_mm_model": "inkling_text",
+    "inkling_mm_model": "inkling_text", "inkling2": "inkling2_text", "inkling2_loop": "inkling2_loop_text",
     "fuyu": "persimmon", "got_ocr2": "qwen2", "moss_transcribe_diarize": "qwen3",
     "qwen4_exp": "qwen4_exp_text",
 }  # fmt: skip

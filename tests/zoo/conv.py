@@ -31,6 +31,17 @@ def _inkling(**changes: Any) -> Any:
     return _config("InklingTextConfig", **{**sizes, **changes})
 
 
+def _inkling2(name: str = "Inkling2TextConfig", **changes: Any) -> Any:
+    sizes = {
+        "num_hidden_layers": 3, "head_dim": 16, "swa_head_dim": 8, "swa_num_attention_heads": 6, "d_rel": 4,
+        "swa_num_key_value_heads": 3, "sliding_window_size": 13, "intermediate_size": 24, "n_routed_experts": 5,
+        "num_experts_per_tok": 2, "route_scale": 1.5, "rel_extent": 17, "log_scaling_n_floor": 20, "layer_types": None,
+        "qk_l2_clip_threshold": 3.0, "rel_l2_clip_threshold": 2.0, "mlp_gate_softcap": 0.5, "mlp_up_softcap": 0.8,
+        "final_logit_softcapping": 4.0, "n_layers_per_attn_res_block": 2, "unpadded_vocab_size": 99,
+    }  # fmt: skip
+    return _config(name, **{**sizes, **changes})
+
+
 CASES = {
     "lfm2": partial(_config, "Lfm2Config", block_multiple_of=32),
     "lfm2-biased": partial(
@@ -70,6 +81,20 @@ CASES = {
         mlp_layer_types=["sparse", "dense", "sparse"], rel_extent=17, log_scaling_n_floor=20, vocab_size=104,
         unpadded_vocab_size=99, num_key_value_heads=3, swa_num_attention_heads=4, swa_num_key_value_heads=4,
         n_shared_experts=1,
+    ),
+    "inkling2": partial(_inkling2, layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"]),
+    "inkling2-padded": partial(
+        _inkling2, num_hidden_layers=2, layer_types=["hybrid", "hybrid"], conv_kernel_size=3, vocab_size=104,
+        n_layers_per_attn_res_block=1, num_key_value_heads=3, rel_extent=40,
+    ),
+    "inkling2_loop": partial(
+        _inkling2, "Inkling2LoopTextConfig", num_hidden_layers=5, loop_layer_index_start=2, loop_layer_index_end=4,
+        loop_num_passes=3, loop_gate_rank=5,
+        layer_types=["hybrid_sliding", "hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
+    ),
+    "inkling2_loop-last": partial(
+        _inkling2, "Inkling2LoopTextConfig", loop_layer_index_start=1, loop_layer_index_end=3, loop_num_passes=2,
+        loop_gate_rank=8, n_layers_per_attn_res_block=1, layer_types=["hybrid_sliding", "hybrid", "hybrid"],
     ),
     "zaya": partial(_zaya),
     "zaya-windows": partial(

@@ -26,6 +26,12 @@ BESIDE = {
             "cross_attention_frequency": 1,
         },
     },
+    "Inkling2": {
+        "vision_config": {
+            "model_type": "inkling2_vision", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "patch_size": 2, "posemb_grid_size": 2, "projection_hidden_dim": 16, "text_hidden_size": 48,
+        }
+    },
     "Inkling": {
         "vision_config": {
             "model_type": "inkling_vision", "hidden_size": 16, "num_hidden_layers": 4, "patch_size": 2,
@@ -73,6 +79,11 @@ CASES = {
         swa_num_key_value_heads=3, sliding_window_size=13, moe_intermediate_size=24, n_routed_experts=5,
         num_experts_per_tok=2, logits_mup_width_multiplier=0.5, layer_types=["hybrid_sliding", "hybrid"],
         mlp_layer_types=["dense", "sparse"], rel_extent=40, route_scale=1.5,
+    ),
+    "inkling2-wrapped": partial(
+        seeing, "Inkling2", num_hidden_layers=2, head_dim=16, swa_head_dim=8, swa_num_attention_heads=6, d_rel=4,
+        swa_num_key_value_heads=3, sliding_window_size=13, n_routed_experts=5, num_experts_per_tok=2, rel_extent=40,
+        layer_types=["hybrid_sliding", "hybrid"], unpadded_vocab_size=99,
     ),
     "qwen2-got_ocr2": partial(seeing, "GotOcr2"),
     "persimmon-fuyu": partial(seeing, "Fuyu"),

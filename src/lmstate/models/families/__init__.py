@@ -102,6 +102,8 @@ FAMILIES = {
     "hy_v3": "hy_v3",
     "hy_v4": "hy_v4",
     "hyperclovax": "hyperclovax",
+    "inkling2_loop_text": "inkling2",
+    "inkling2_text": "inkling2",
     "inkling_text": "inkling",
     "internlm3": "llama",
     "iquestcoder": "llama",

@@ -81,7 +81,7 @@ PUBLISHED = {
 def build(w: WeightLoader) -> Model:
     w = w.over(Renamed(w.source, [(_plain(name), name) for name in w.source.names()], w.source.config))
     w.config = config = b.with_usual_names(b.completed(w.config, DEFAULTS["inkling_text"]), NAMES)
-    shape, kinds = b.Dims.of(config), _kinds(config)
+    shape, kinds = b.Dims.of(config), layer_kinds(config)
     mixtures = config.strs("mlp_layer_types", shape.layers, ("dense", "sparse"), default=None) or [
         "dense" if index < config.int("dense_mlp_idx", low=0, default=0) else "sparse" for index in range(shape.layers)
     ]
@@ -102,12 +102,12 @@ def build(w: WeightLoader) -> Model:
     def block(index: int) -> Block:
         layer = f"model.layers.{index}"
         sparse = mixtures[index] == "sparse"
-        fed = _taps(w, f"{layer}.mlp_sconv", shape.hidden)
+        fed = taps(w, f"{layer}.mlp_sconv", shape.hidden)
         if not sparse:  # the factor of an MLP's output
             fed = fed * w.tensor(f"{layer}.mlp.global_scale", (1,))
         made = ConvolvedLayer(
             _attention(w, f"{layer}.self_attn", shape, kinds[index] == SLIDING),
-            ShortTaps(_taps(w, f"{layer}.attn_sconv", shape.hidden)),
+            ShortTaps(taps(w, f"{layer}.attn_sconv", shape.hidden)),
             _mixture(w, f"{layer}.mlp", shape, width, act) if sparse else mlp(f"{layer}.mlp"),
             normed(f"{layer}.post_attention_layernorm"),
             ShortTaps(fed),
@@ -133,7 +133,7 @@ def build(w: WeightLoader) -> Model:
     )
 
 
-def _kinds(config: Config) -> list[str]:
+def layer_kinds(config: Config) -> list[str]:
     layers = config.int("num_hidden_layers", low=1, high=4096)
     given = config.strs("layer_types", layers, (FULL, SLIDING), default=None)
     if given is not None:
@@ -142,7 +142,7 @@ def _kinds(config: Config) -> list[str]:
     return [SLIDING if index in slides else FULL for index in range(layers)]
 
 
-def _taps(w: WeightLoader, name: str, width: int) -> Tensor:
+def taps(w: WeightLoader, name: str, width: int) -> Tensor:
     """The taps of a convolution that adds its input, `[width, C]`."""
     taps = b.convolution(w, f"{name}.conv1d.weight", width, w.config.int("conv_kernel_size", low=1, high=256)).clone()
     taps[:, -1] += 1.0
@@ -173,7 +173,7 @@ def _attention(w: WeightLoader, prefix: str, shape: b.Dims, slides: bool) -> Rel
         q_norm,
         k_norm,
         FloatWeight(torch.cat([bank, bank.new_zeros(1, relative)])),
-        ShortTaps(torch.cat([_taps(w, f"{prefix}.{part}_sconv", kv_width) for part in "kv"])),
+        ShortTaps(torch.cat([taps(w, f"{prefix}.{part}_sconv", kv_width) for part in "kv"])),
         window,
         None if slides or floor is None else LogTemperature(floor, config.float("log_scaling_alpha", default=0.1)),
     )
@@ -189,12 +189,12 @@ def _mixture(w: WeightLoader, prefix: str, shape: b.Dims, width: int, act: str) 
         w.tensor(f"{prefix}.gate.e_score_correction_bias", (count,)),
         config.float("route_scale", low=0.0) * float(w.tensor(_factor(w, prefix), (1,))),
     )
-    routed = _experts(w, f"{prefix}.experts", "w13_weight", count, hidden, width, act)
-    common = _experts(w, f"{prefix}.shared_experts", "shared_w13_weight", always, hidden, width, act)
+    routed = experts(w, f"{prefix}.experts", "w13_weight", count, hidden, width, act)
+    common = experts(w, f"{prefix}.shared_experts", "shared_w13_weight", always, hidden, width, act)
     return MixtureOfExperts(router, [*routed, *common])
 
 
-def _experts(
+def experts(
     w: WeightLoader, prefix: str, published: str, count: int, hidden: int, width: int, act: str
 ) -> list[MLP]:  # fmt: skip
     """Experts of one kind. `published`: what files call the gates and what they gate, by turns, of all of them."""
