@@ -94,7 +94,9 @@ class Architecture:
     `paired`: rows of q and k lie in neighboring pairs, as ggml's rope takes them;
     `paired_norms`: so do the weights of heads' norms.
     `whole`: the same as `layer` for names whose endings differ, with them. `outside`: the tensors outside of blocks.
-    `layers`: what comes before a layer's number. `changed`: end of a Hugging Face name -> what the converter changed.
+    `layers`: what comes before a layer's number. `stacks`: the same by what comes before a block in the file, in models
+    with an encoder, whose names in `layer` and `whole` begin with that.
+    `changed`: end of a Hugging Face name -> what the converter changed.
     `tiled`: the same -> what of it is in the order of `HeadTiling`, in models with fewer key than value heads.
     `eps`: what the config calls the number that norms add; that of layer norms has a key of its own in the file.
     `either_norm`: norms are RMS norms where the file has their key alone.
@@ -115,6 +117,7 @@ class Architecture:
     whole: dict[str, str] = field(default_factory=dict)
     outside: dict[str, str] = field(default_factory=lambda: OUTSIDE)
     layers: str = "model.layers"
+    stacks: dict[str, str] = field(default_factory=dict)
     changed: dict[str, Change] = field(default_factory=dict)
     tiled: dict[str, Spans] = field(default_factory=dict)
     eps: str = "rms_norm_eps"

@@ -31,6 +31,7 @@ from lmstate.checkpoints.gguf.architectures.chosen import CHOSEN
 from lmstate.checkpoints.gguf.architectures.delta import DELTAS
 from lmstate.checkpoints.gguf.architectures.dense import DENSE
 from lmstate.checkpoints.gguf.architectures.drafters import DRAFTERS
+from lmstate.checkpoints.gguf.architectures.encoders import WITH_ENCODERS
 from lmstate.checkpoints.gguf.architectures.latent import LATENTS
 from lmstate.checkpoints.gguf.architectures.llama_like import LLAMA_LIKE
 from lmstate.checkpoints.gguf.architectures.mamba import HYBRIDS
@@ -133,6 +134,7 @@ ARCHITECTURES = {
     **CHOSEN,
     **DRAFTERS,
     **WIDE,
+    **WITH_ENCODERS,
 }
 
 
@@ -300,8 +302,9 @@ def _located(
     arch: Architecture, name: str, place: TensorPlace, config: dict[str, Any], where: str
 ) -> Iterator[tuple[str, TensorLocation]]:
     """Hugging Face names of one tensor of the file: one tensor, or one for each expert."""
-    match = re.fullmatch(BLOCK + r"(([\w.]+?)(?:\.(weight|bias))?)", name)
-    inside = _inside(arch, match[2], match[3], match[4]) if match else None
+    match = re.fullmatch(r"(\w+\.)??" + BLOCK + r"(([\w.]+?)(?:\.(weight|bias))?)", name)
+    stack = arch.stacks.get(match[1] or "", arch.layers) if match else ""
+    inside = _inside(arch, match[1] or "", match[3], match[4], match[5]) if match else None
     if match is None or inside is None:
         outside = arch.outside.get(name, name)
         if "{ngrams}" in outside:
@@ -311,17 +314,17 @@ def _located(
             return
         yield from _few(outside, name, place, where)
         return
-    full = f"{arch.layers}.{match[1]}.{inside}"
+    full = f"{stack}.{match[2]}.{inside}"
     if "{each}" in full:
         yield from _few(full, name, place, where)
         return
     if "{qkv}" in full:
         yield from _qkv(full, name, place, config, where)
         return
-    heads = _heads(config, int(match[1])) if arch.paired else {}
+    heads = _heads(config, int(match[2])) if arch.paired else {}
     if arch.paired_norms:
         heads |= {"attn_q_norm": 1, "attn_k_norm": 1}
-    paired = heads.get(match[3])
+    paired = heads.get(match[4])
     if paired is not None and (not paired or place.shape[0] % (2 * paired)):
         raise ModelError(f"{where}: tensor {name!r} has {place.shape[0]} rows, which {paired} heads cannot share")
     if "{expert}" not in full:
@@ -392,8 +395,11 @@ def _tiled(arch: Architecture, name: str, config: dict[str, Any], place: TensorP
     return HeadTiling(keys, values // keys, width, spans == "columns")
 
 
-def _inside(arch: Architecture, whole: str, stem: str, ending: str | None) -> str | None:
-    """The name inside a Hugging Face layer of a tensor inside a block; None if the table does not know it."""
-    if whole in arch.whole:
-        return arch.whole[whole]
-    return f"{arch.layer[stem]}.{ending}" if ending is not None and stem in arch.layer else None
+def _inside(arch: Architecture, stack: str, whole: str, stem: str, ending: str | None) -> str | None:
+    """The name inside a Hugging Face layer of a tensor inside a block; None if the table does not know it.
+
+    `stack`: what comes before the block in the file's name.
+    """
+    if f"{stack}{whole}" in arch.whole:
+        return arch.whole[f"{stack}{whole}"]
+    return f"{arch.layer[stack + stem]}.{ending}" if ending is not None and stack + stem in arch.layer else None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lmstate.checkpoints.config import Config
 
-# Ids of a SentencePiece vocabulary whose file names none, as llama.cpp takes them.
-SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
+# Ids of a SentencePiece vocabulary whose file names none, as llama.cpp takes them, by the kind of the tokenizer.
+SENTENCEPIECE_IDS = {"llama": {"unknown": 0, "bos": 1, "eos": 2}, "t5": {"padding": 0, "eos": 1, "unknown": 2}}
 
 
 def special_id(metadata: Config, name: str, vocab_size: int, notes: list[str] | None = None) -> int | None:
@@ -15,8 +15,7 @@ def special_id(metadata: Config, name: str, vocab_size: int, notes: list[str] | 
     for anything but a whole number.
     """
     key = f"tokenizer.ggml.{name}_token_id"
-    sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
-    default = SENTENCEPIECE_IDS.get(name) if sentencepiece else None
+    default = SENTENCEPIECE_IDS.get(metadata.str("tokenizer.ggml.model", default=""), {}).get(name)
     value = metadata.int(key, -(2**63), 2**64, default=default)
     if value is None or 0 <= value < vocab_size:
         return value

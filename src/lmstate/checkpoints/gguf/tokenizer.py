@@ -5,6 +5,7 @@ Where files in the wild are wrong or say too little, it is read as llama.cpp rea
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from lmstate.text.endings import CONTROL_NAME, ENDINGS, end_ids
 from lmstate.text.tokenizer import TokenizerFiles
 
 T = TypeVar("T")
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # values of tokenizer.ggml.token_type
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # values of tokenizer.ggml.token_type
 MOST_TOKENS = 2**22
 POOLINGS = {1: "mean", 2: "cls", 3: "last", 4: "rank"}  # llama.cpp's enum llama_pooling_type
 # Settings of generation_config.json, and what llama.cpp calls them in a file's metadata.
@@ -53,10 +54,13 @@ def tokenizer_of(metadata: Config, notes: list[str] | None = None) -> TokenizerF
         made = _sentencepiece(metadata, tokens, vocabulary, _listed_merges(metadata, vocabulary, notes), False)
     elif model == "llama":
         made = _sentencepiece(metadata, tokens, vocabulary, _scored_merges(metadata, vocabulary, notes), True)
+    elif model == "t5":
+        made = _unigram(metadata, tokens, types)
     else:
         raise ModelError(
-            f"{metadata.where} has a tokenizer of kind {model[:80]!r}; lmstate reads gpt2 (byte-level BPE), llama "
-            f"and gemma4 (SentencePiece BPE). Use the model's Hugging Face directory, which has a tokenizer.json"
+            f"{metadata.where} has a tokenizer of kind {model[:80]!r}; lmstate reads gpt2 (byte-level BPE), llama, "
+            f"gemma4 (SentencePiece BPE) and t5 (SentencePiece unigrams). Use the model's Hugging Face directory, "
+            f"which has a tokenizer.json"
         )
     made["added_tokens"] = [
         added_token(index, tokens[index], kind in (CONTROL, UNKNOWN))
@@ -68,7 +72,7 @@ def tokenizer_of(metadata: Config, notes: list[str] | None = None) -> TokenizerF
     if pre == "gemma4" and not begins:
         notes.append("the file says that texts begin without a begin token; Gemma 4 needs one, and gets it")
         begins = True
-    ends = metadata.bool("tokenizer.ggml.add_eos_token", default=False)
+    ends = metadata.bool("tokenizer.ggml.add_eos_token", default=model == "t5")
     begin, end = settings.get("bos_token") if begins else None, settings.get("eos_token") if ends else None
     if begin is not None or end is not None:
         made["post_processor"] = surrounding(begin, end, vocabulary)
@@ -203,6 +207,35 @@ def _sentencepiece(
         steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     made["decoder"] = {"type": "Sequence", "decoders": steps}
     made["begins"] = True
+    return made
+
+
+def _unigram(metadata: Config, tokens: tuple[str, ...], types: list[int]) -> dict[str, Any]:
+    """SentencePiece's unigrams: a text is the pieces with the highest sum of scores."""
+    scores = _for_each(metadata.floats("tokenizer.ggml.scores"), tokens, "scores", metadata)
+    made = document({}, [])
+    made["model"] = {
+        "type": "Unigram",
+        "unk_id": special_id(metadata, "unknown", len(tokens)),
+        "vocab": [[token, score] for token, score in zip(tokens, scores)],
+        "byte_fallback": BYTE in types,
+    }
+    steps: list[dict[str, Any]] = []
+    if table := metadata.ints("tokenizer.ggml.precompiled_charsmap", high=255, default=()):
+        steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(bytes(table)).decode()})
+    if metadata.bool("tokenizer.ggml.remove_extra_whitespaces", default=True):
+        outer, inner = {"Regex": "^ +| +$"}, {"Regex": " {2,}"}
+        steps.append({"type": "Replace", "pattern": outer, "content": ""})
+        steps.append({"type": "Replace", "pattern": inner, "content": " "})
+    prefix = metadata.bool("tokenizer.ggml.add_space_prefix", default=True)
+    if prefix:
+        steps.append({"type": "Prepend", "prepend": "▁"})
+    blank = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": True}
+    made["normalizer"] = {"type": "Sequence", "normalizers": steps}
+    made["pre_tokenizer"] = blank
+    spoken = blank | {"prepend_scheme": "always" if prefix else "never"}
+    made["decoder"] = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, spoken]}
+    made["begins"] = False
     return made
 
 

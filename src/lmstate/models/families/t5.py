@@ -119,4 +119,5 @@ def _feed_forward(w: WeightLoader, shape: b.Dims, name: str) -> MLP:
         raise ModelError(f"{w.config.where} has feed_forward_proj={kind!r:.80}, which lmstate does not know")
     if kind.startswith("gated-"):
         return b.mlp(w, name, shape.hidden, inner, b.ACTIVATIONS[act], ("wi_0", "wi_1", "wo"), biased=False)
-    return b.ungated_mlp(w, name, shape.hidden, inner, b.ACTIVATIONS[act], ("wi", "wo"), biased=False)
+    up = "wi" if w.has(f"{name}.wi.weight") else "wi_1"  # as files of GGUF name it, gated or not
+    return b.ungated_mlp(w, name, shape.hidden, inner, b.ACTIVATIONS[act], (up, "wo"), biased=False)
