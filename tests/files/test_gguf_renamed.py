@@ -115,6 +115,13 @@ FILES: dict[str, File] = {
         ("GraniteConfig", {"attention_multiplier": 8**-0.5, "embedding_multiplier": 12.0, "logits_scaling": 48 / 256,
                            "residual_multiplier": 1.4 / 3**0.5}), paired=True,
     ),
+    "olmo2": File("olmo2"),
+    "olmo2-windows": File("olmo3", {"attention.sliding_window": 12}),
+    "olmo2-yarn": File(
+        "olmo3-yarn",
+        {**YARN, "rope.scaling.factor": 4.0, "attention.sliding_window": 50,
+         "attention.sliding_window_pattern": [False, True, True]},
+    ),
     "orion": File(("StableLmConfig", {"partial_rotary_factor": 1.0, "use_qkv_bias": False})),
     "pangu-embedded": File(_llama(attention_bias=True)),
     "qwen": File(("Qwen2Config", {"num_key_value_heads": 6}), {"feed_forward_length": 160}, fused=True),
@@ -446,7 +453,7 @@ def model_of(file: File) -> Any:
 
 @pytest.mark.parametrize("case", FILES)
 def test_a_renamed_model_from_gguf(case: str, tmp_path: Path) -> None:
-    arch, file = re.sub("-(apart|silent|shared|rms)$", "", case), FILES[case]
+    arch, file = re.sub("-(apart|silent|shared|rms|windows|yarn)$", "", case), FILES[case]
     theirs = model_of(file)
     values, tensors = metadata(arch, theirs.config, file), converted(arch, theirs, file)
     same(loaded(tmp_path, arch, values, tensors), theirs)

@@ -38,7 +38,7 @@ from lmstate.checkpoints.gguf.architectures.mamba import HYBRIDS
 from lmstate.checkpoints.gguf.architectures.moe import MIXTURES
 from lmstate.checkpoints.gguf.architectures.older import OLDER
 from lmstate.checkpoints.gguf.architectures.shared_kv import SHARED
-from lmstate.checkpoints.gguf.architectures.sparse import SPARSER
+from lmstate.checkpoints.gguf.architectures.sparse import SPARSER, windows
 from lmstate.checkpoints.gguf.architectures.streams import WIDE
 from lmstate.checkpoints.gguf.architectures.windowed import WINDOWS_AND_LATENTS
 from lmstate.checkpoints.gguf.reader import GgufContents, TensorPlace
@@ -58,6 +58,14 @@ def _llama(metadata: Config, prefix: str, config: dict[str, Any], tensors: dict[
 
 def _attention_bias(metadata: Config, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
     config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+
+
+def _olmo2(metadata: Config, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
+    """OLMo 2, and OLMo 3 where there are windows."""
+    _attention_bias(metadata, prefix, config, tensors)
+    if metadata.int(f"{prefix}.attention.sliding_window", 0, default=0):
+        windows(metadata, prefix, config, tensors)
+        config |= {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"]}
 
 
 def _qwen3_moe(metadata: Config, prefix: str, config: dict[str, Any], tensors: dict[str, TensorPlace]) -> None:
@@ -106,7 +114,8 @@ ARCHITECTURES = {
             "post_attention_norm": "post_attention_layernorm",
             "post_ffw_norm": "post_feedforward_layernorm",
         },
-        extra=_attention_bias,
+        extra=_olmo2,
+        also=("olmo3",),
     ),
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", paired=True, extra=_smollm3),
     "phi3": Architecture(

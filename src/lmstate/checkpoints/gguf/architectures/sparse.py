@@ -43,7 +43,7 @@ def _rope_of_windows(metadata: Config, prefix: str, config: HFConfig) -> None:
     }
 
 
-def _window(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors, *, full_first: bool = False) -> None:
+def windows(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors, *, full_first: bool = False) -> None:
     """Windows and their layers; without a list of those, three of four layers have one."""
     layers = config["num_hidden_layers"]
     size = metadata.int(f"{prefix}.attention.sliding_window", 0, default=0)
@@ -78,7 +78,7 @@ def _cohere2_moe(metadata: Config, prefix: str, config: HFConfig, tensors: Tenso
     drafts = metadata.int(f"{prefix}.nextn_predict_layers", 0, blocks - 1, default=0)
     layers = config["num_hidden_layers"] = blocks - drafts
     experts(metadata, prefix, config, tensors)
-    _window(metadata, prefix, config, tensors)
+    windows(metadata, prefix, config, tensors)
     config |= {
         "num_nextn_predict_layers": drafts,
         "intermediate_size": config["moe_intermediate_size"],
@@ -98,7 +98,7 @@ def _cohere2_moe(metadata: Config, prefix: str, config: HFConfig, tensors: Tenso
 def _granite_swa(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     """Granite's scales, windows and sinks; the file says of each layer whether its heads rotate."""
     layers, theta = config["num_hidden_layers"], config["rope_theta"]
-    _window(metadata, prefix, config, tensors)
+    windows(metadata, prefix, config, tensors)
     rotates = metadata.get(f"{prefix}.attention.rope_pattern", [True] * layers)
     if not isinstance(rotates, list) or len(rotates) != layers:
         raise ModelError(f"{metadata.where} must have {layers} flags in '{prefix}.attention.rope_pattern'")
@@ -154,7 +154,7 @@ def _phimoe(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -
 def _laguna(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     layers = config["num_hidden_layers"]
     experts(metadata, prefix, config, tensors)
-    _window(metadata, prefix, config, tensors, full_first=True)
+    windows(metadata, prefix, config, tensors, full_first=True)
     _rope_of_windows(metadata, prefix, config)
     name = f"{prefix}.attention.head_count"
     heads = metadata.ints(name, layers, 1, MOST_WIDTH) if isinstance(metadata.get(name), list) else ()
@@ -172,7 +172,7 @@ def _laguna(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -
 
 def _mellum(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     experts(metadata, prefix, config, tensors)
-    _window(metadata, prefix, config, tensors)
+    windows(metadata, prefix, config, tensors)
     _rope_of_windows(metadata, prefix, config)
     config["first_k_dense_replace"] = 0
 
