@@ -59,6 +59,22 @@ LEFT_OUT = {
     **dict.fromkeys(("ctrl", "cpmant", "gpt_neox_japanese", "openai-gpt", "reformer"), OLD),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), DRAFTER),
 }  # fmt: skip
+# Architectures of GGUF that are not read: those of the gguf package, and newer ones of llama.cpp.
+GGUF_LEFT_OUT = {
+    **dict.fromkeys(
+        ("bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "modern-bert", "neo-bert", "eurobert",
+         "gemma-embedding", "llama-embed", "t5encoder"), "reads in both directions, and writes no text"),
+    **dict.fromkeys(
+        ("dream", "llada", "llada-moe", "rnd1", "diffusion-gemma"),
+        "writes by diffusion, in both directions"),
+    **dict.fromkeys(("clip", "wavtokenizer-dec", "pockettts", "qwen3tts"), "encodes pictures, or makes sounds"),
+    **dict.fromkeys(
+        ("arctic", "arwkv7", "clef", "cogvlm", "granite-switch", "grok", "grovemoe", "kimi-k3", "maple", "muse-glimmer",
+         "nanbeige", "plamo2", "plamo3", "rwkv6", "rwkv6qwen2", "rwkv7", "smallthinker", "talkie"),
+        "transformers has no such model to compare with"),
+    "gptj": "llama.cpp has its name alone",
+    "chameleon": "not built yet",
+}  # fmt: skip
 WITH_SOURCE = "with a source"  # of modules whose models have an encoder
 ENCODERS = ("bart", "t5", "t5gemma", "whisper")
 TEXT_OF_OTHERS = ("got_ocr2", "moss_transcribe_diarize")  # wrappers without the files and templates of their text model
@@ -74,8 +90,11 @@ LOADED_AS = {
 
 
 def missing() -> list[str]:
-    """The causal types of transformers that have neither a family nor a reason."""
-    return [name for name in _causal() if name not in FAMILIES | LOADED_AS and name not in LEFT_OUT]
+    """The causal types of transformers that have neither a family nor a reason, and the architectures of GGUF."""
+    from gguf import MODEL_ARCH_NAMES
+
+    types = [name for name in _causal() if name not in FAMILIES | LOADED_AS and name not in LEFT_OUT]
+    return types + [name for name in MODEL_ARCH_NAMES.values() if name not in ARCHITECTURES | GGUF_LEFT_OUT]
 
 
 def table() -> str:
@@ -95,15 +114,16 @@ def table() -> str:
         lines.append(f"| {family} | {loads} | {files} | yes | {tools} | {thoughts} |")
     seeing = f"Checkpoints of these types read [pictures](state.md#pictures): {', '.join(sorted(SEEING))}."
     hearing = f"Checkpoints of these types read [sounds](state.md#sounds): {', '.join(sorted(HEARING))}."
-    return "\n".join([*lines, "", _drafters(), "", *_left_out(), "", seeing, hearing])
+    return "\n".join([*lines, "", *_left_out(), "", *_gguf(), "", seeing, hearing])
 
 
-def _drafters() -> str:
-    names = sorted(name for name, arch in ARCHITECTURES.items() if arch.drafter)
-    return (
-        f"Of the {len(ARCHITECTURES)} architectures of GGUF, these draft for another model "
-        f"([`load(heads=...)`](speculation.md#heads-that-are-published-apart)): {', '.join(names)}."
-    )
+def _gguf() -> Iterator[str]:
+    names = ", ".join(sorted(name for name, arch in ARCHITECTURES.items() if arch.drafter))
+    yield f"{len(ARCHITECTURES)} architectures of GGUF are read. Of these, {names} draft for another model"
+    yield "([`load(heads=...)`](speculation.md#heads-that-are-published-apart)). Left out are:"
+    yield ""
+    for reason in dict.fromkeys(GGUF_LEFT_OUT.values()):
+        yield f"- {reason}: {', '.join(sorted(name for name, why in GGUF_LEFT_OUT.items() if why == reason))}"
 
 
 def _left_out() -> Iterator[str]:
