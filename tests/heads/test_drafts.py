@@ -83,7 +83,7 @@ def test_greedy_with_heads_equals_greedy_without(case: str) -> None:
         prompts = prompts_of(3, 5, 2, seed=turn + 50)
 
 
-@pytest.mark.parametrize("case", ["deepseek_v3-two", "qwen3_next", "mimo_v2_flash", "mellum"])
+@pytest.mark.parametrize("case", ["deepseek_v3-two", "qwen3_next", "mimo_v2_flash", "mellum", "deepseek_v4"])
 def test_layers_of_heads_do_not_depend_on_the_cut(case: str) -> None:
     model = speaking(case)
     ids = text(40, rows=2)
@@ -102,7 +102,9 @@ def test_layers_of_heads_do_not_depend_on_the_cut(case: str) -> None:
         check_heads(model, state)
 
 
-@pytest.mark.parametrize("case", ["deepseek_v3", "deepseek_v3-two", "qwen3_5", "mimo_v2_flash", "ernie4_5_moe"])
+@pytest.mark.parametrize(
+    "case", ["deepseek_v3", "deepseek_v3-two", "qwen3_5", "mimo_v2_flash", "ernie4_5_moe", "deepseek_v4"]
+)
 def test_a_draft_is_what_the_heads_say_of_their_own_words(case: str) -> None:
     """The drafted tokens and their probabilities, one by one from scratch with transformers' heads."""
     made = pair(case)
@@ -144,7 +146,7 @@ def check_learned(plain: lmstate.Model) -> None:
     check_heads(model, opened)
 
 
-@pytest.mark.parametrize("case", HEADS)
+@pytest.mark.parametrize("case", sorted(HEADS.keys() - {"deepseek_v4"}))  # nothing is learned in front of its texts
 def test_learned_positions_are_positions_of_the_heads_too(case: str) -> None:
     check_learned(pair(case).ours)
 

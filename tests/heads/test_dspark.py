@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +23,7 @@ import lmstate
 from lmstate.errors import ModelError
 from tests.heads.published import altered, check_greedy, check_no_bit
 from tests.heads.test_drafts import prompts_of
+from tests.heads.zoo import stored, v4_name
 from tests.zoo import VOCAB, auto, randomize
 from tests.zoo.latent import _v4
 
@@ -76,29 +76,10 @@ def attended(own: Any, y: Tensor, context: Tensor, cos: Tensor, sin: Tensor) -> 
     return own.o_b_proj(own.o_a_proj(seen.reshape(1, SIZE, own.config.o_groups, -1)).flatten(2))[0]
 
 
-PUBLISHED = {
-    "self_attn.q_a_proj": "attn.wq_a", "self_attn.q_a_norm": "attn.q_norm", "self_attn.q_b_proj": "attn.wq_b",
-    "self_attn.kv_proj": "attn.wkv", "self_attn.kv_norm": "attn.kv_norm", "self_attn.o_a_proj": "attn.wo_a",
-    "self_attn.o_b_proj": "attn.wo_b", "self_attn.sinks": "attn.attn_sink", "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm", "hc_head.hc_": "hc_head_", "attn_hc.": "hc_attn_", "ffn_hc.": "hc_ffn_",
-    "mlp.gate.e_score_correction_bias": "ffn.gate.bias", "mlp.": "ffn.", "gate_proj": "w1", "down_proj": "w2",
-    "up_proj": "w3",
-}  # fmt: skip
-
-
 def published(drafter: Reference) -> Iterator[tuple[str, Tensor]]:
-    """The tensors under their published names: experts lie one by one."""
-    for full, tensor in drafter.state_dict().items():
-        name = full.replace("stages.", "mtp.")
-        if ".experts." in name:
-            parts = zip(("w1", "w3"), tensor.chunk(2, 1)) if "gate_up" in name else [("w2", tensor)]
-            for part, each in parts:
-                for index, expert in enumerate(each):
-                    yield f"{name.split('.mlp.')[0]}.ffn.experts.{index}.{part}.weight", expert.clone()
-            continue
-        for there, here in PUBLISHED.items():
-            name = re.sub(rf"\.{re.escape(there)}", f".{here}", name)
-        yield name, tensor.contiguous()
+    """The tensors under their published names."""
+    for name, tensor in drafter.state_dict().items():
+        yield from stored(v4_name(name.replace("stages.", "mtp.")), tensor.contiguous()).items()
 
 
 class Pair:

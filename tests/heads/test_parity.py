@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 import lmstate
-from lmstate import ops
 from lmstate.models.heads.head import parts
 from lmstate.models.stack import run_eager
 from tests.heads.zoo import HEADS, pair
@@ -22,7 +21,7 @@ def logits_of(model: lmstate.Model, ids: Tensor) -> list[Tensor]:
     step = state.plan(ids.tolist())
     count = len(model.blocks)
     stream = run_eager(model.blocks, model.network.embedded(ids, step), step, state.layers)
-    hidden = ops.norm(stream, model.norm) if model.heads[0].chained_norm else stream
+    hidden = model.heads[0].reads(stream, model.norm, [stream])
     logits = []
     for head, cache in zip(model.heads, state.layers[count:]):
         tail, blocks = parts(cache)

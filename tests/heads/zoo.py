@@ -86,6 +86,27 @@ def longcat_flash(name: str, layers: int) -> str:
     return f"model.mtp.layers.0.{rest.replace('mlp.', 'transformer_layer.mlp.')}"
 
 
+V4_NAMES = {
+    "self_attn.q_a_proj": "attn.wq_a", "self_attn.q_a_norm": "attn.q_norm", "self_attn.q_b_proj": "attn.wq_b",
+    "self_attn.kv_proj": "attn.wkv", "self_attn.kv_norm": "attn.kv_norm", "self_attn.o_a_proj": "attn.wo_a",
+    "self_attn.o_b_proj": "attn.wo_b", "self_attn.sinks": "attn.attn_sink", "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm", "hc_head.hc_": "hc_head_", "attn_hc.": "hc_attn_", "ffn_hc.": "hc_ffn_",
+    "mlp.gate.e_score_correction_bias": "ffn.gate.bias", "mlp.": "ffn.", "gate_proj": "w1", "down_proj": "w2",
+    "up_proj": "w3",
+}  # fmt: skip
+
+
+def v4_name(name: str) -> str:
+    """DeepSeek-V4's published name of a tensor."""
+    for there, here in V4_NAMES.items():
+        name = re.sub(rf"\.{re.escape(there)}", f".{here}", name)
+    return name
+
+
+def deepseek_v4(name: str, layers: int) -> str:
+    return v4_name("mtp.0." + name.removeprefix("layers.").removeprefix("blocks.0.layer."))
+
+
 @dataclass(frozen=True)
 class Case:
     """zoo: the case of `tests.zoo` that the model is. head: config values of the head's layers. rename: of its tensors,
@@ -99,6 +120,7 @@ class Case:
     own_norm: bool = True  # of each head; else the model's last
     hidden_first: bool = False
     blocks: Callable[[Any], list[torch.nn.Module]] | None = None  # of one head that `MtpModel` cannot be made of
+    streams: bool = False  # whether the head reads and hands on the streams behind the last block
 
 
 def nemotron_blocks(theirs: Any) -> list[torch.nn.Module]:
@@ -109,6 +131,10 @@ def nemotron_blocks(theirs: Any) -> list[torch.nn.Module]:
 
 def indexed_blocks(theirs: Any) -> list[torch.nn.Module]:
     return [Indexed(theirs)]
+
+
+def windowed_blocks(theirs: Any) -> list[torch.nn.Module]:
+    return [Windowed(theirs)]
 
 
 def longcat_blocks(theirs: Any) -> list[torch.nn.Module]:
@@ -153,6 +179,25 @@ class Indexed(torch.nn.Module):
         return made if isinstance(made, Tensor) else made[0]
 
 
+class Windowed(torch.nn.Module):
+    """A layer of DeepSeek-V4 that attends to a window alone."""
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        config = copy.deepcopy(theirs.config)
+        config.layer_types, config.mlp_layer_types = ["sliding_attention"], ["moe"]
+        self.layer, self.window = type(theirs.model.layers[0])(config, 0), config.sliding_window
+        self.layer.apply(theirs._init_weights)  # sinks are unwritten memory until then
+        self.rope = [theirs.model.rotary_emb]  # no module of this one
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        ago = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
+        mask = torch.zeros(ago.shape).masked_fill((ago < 0) | (ago >= self.window), float("-inf"))[None, None]
+        turned = {"main": self.rope[0](x[:, :, 0], position_ids=position_ids, layer_type="main")}
+        made: Tensor = self.layer(x, attention_mask=mask, position_ids=position_ids, position_embeddings=turned)
+        return made
+
+
 class OneHead(torch.nn.Module):
     """A head as the papers have it, of blocks that are given: what `MtpModel` is for most models."""
 
@@ -174,6 +219,29 @@ class OneHead(torch.nn.Module):
         for block in parts.blocks:
             x = block(x, position_ids=positions)
         return parts.post_norm(x)
+
+
+class OneWideHead(OneHead):
+    """A head that reads each stream of a model and hands its own on, as vLLM has it for DeepSeek-V4."""
+
+    def __init__(self, theirs: Any, blocks: list[torch.nn.Module]) -> None:
+        super().__init__(theirs, blocks)
+        width = theirs.config.hidden_size
+        self.layers.norm = self.layers.post_norm
+        del self.layers.post_norm, self.layers.eh_proj
+        self.layers.e_proj, self.layers.h_proj = (torch.nn.Linear(width, width, bias=False) for _ in range(2))
+        self.layers.hc_head = copy.deepcopy(theirs.model.hc_head)
+
+    def forward_layer(self, index: int, hidden: Tensor, positions: Tensor, cache: None, input_ids: Tensor) -> Tensor:
+        parts = self.layers
+        x = parts.h_proj(parts.hnorm(hidden)) + parts.e_proj(parts.enorm(self.embed[0](input_ids)))[:, :, None]
+        for block in parts.blocks:
+            x = block(x, position_ids=positions)
+        return x
+
+    def last(self, hidden: Tensor) -> Tensor:
+        mixed: Tensor = self.layers.norm(self.layers.hc_head(hidden))
+        return mixed
 
 
 def first_norm(theirs: Any) -> str:
@@ -202,6 +270,7 @@ HEADS = {
     "mimo": Case("qwen2", mimo, {"mtp_layer_types": FULL}, saved={"model_type": "mimo"}, hidden_first=True),
     "nemotron_h": Case("nemotron_h-moe", nemotron_h, blocks=nemotron_blocks),
     "longcat_flash": Case("longcat_flash", longcat_flash, blocks=longcat_blocks),
+    "deepseek_v4": Case("deepseek_v4", deepseek_v4, blocks=windowed_blocks, streams=True),
     "ernie4_5_moe": Case("ernie4_5_moe", ernie, {"moe_layer_start_index": 10}, own_norm=False),
 }
 
@@ -220,12 +289,16 @@ class Pair:
         return self._forward(ids, ids.shape[1])
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """What the model hands to the first head, float32 `[R, n, E]`."""
+        """What the model hands to the first head, float32 `[R, n, E]`; streams `[R, n, N, E]`."""
+        if self.case.streams:
+            return captured(self.theirs.model.hc_head, lambda: self.theirs.model(ids))
         if self.case.own_norm:
             return self.theirs.model(ids).last_hidden_state
         return captured(self.theirs.model.norm, lambda: self.theirs.model(ids))  # what the last norm reads
 
     def last(self, hidden: Tensor) -> Tensor:
+        if self.case.streams:
+            return self.mtp.last(hidden)
         return hidden if self.case.own_norm else self.theirs.model.norm(hidden)
 
     def _forward(self, ids: Tensor, known: int) -> list[Tensor]:
@@ -287,7 +360,7 @@ def pair(name: str) -> Pair:
 def heads_of(theirs: Any, case: Case) -> Any:
     """Random heads for a model, by the class of its last layer."""
     if case.blocks is not None:
-        one = OneHead(theirs, case.blocks(theirs)).float().eval()
+        one = (OneWideHead if case.streams else OneHead)(theirs, case.blocks(theirs)).float().eval()
         randomize(one.layers, seed=1)
         return one
     from transformers.modeling_layers import MtpModel
@@ -308,7 +381,13 @@ def heads_of(theirs: Any, case: Case) -> Any:
 
 
 def stored(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """A tensor as checkpoints have it: of ungated experts, one each."""
+    """A tensor as checkpoints have it: of ungated experts and of DeepSeek-V4's, one each."""
+    if ".ffn.experts." in name:
+        whole = zip(("w1", "w3"), tensor.chunk(2, 1)) if name.endswith("gate_up_proj") else [("w2", tensor)]
+        stem = name.rpartition(".")[0]
+        return {
+            f"{stem}.{index}.{part}.weight": each.clone() for part, many in whole for index, each in enumerate(many)
+        }
     if not name.endswith((".mixer.experts.up_proj", ".mixer.experts.down_proj")):
         return {name: tensor}
     stem, _, part = name.rpartition(".")

@@ -6,7 +6,8 @@ s = mixed(s) + w' * experts(norm(mix'(s)))      # beside shared ones
 logits = head(norm(mix''(s)))
 
 A layer attends to the last tokens alone, to all entries of 128 tokens each (HCA), or to those of 4 tokens that an index
-chooses (CSA). Experts of the first layers follow from the token itself, by a table. Its drafter is DSpark.
+chooses (CSA). Experts of the first layers follow from the token itself, by a table. It drafts with a prediction head on
+the streams, or with DSpark.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from lmstate.errors import ModelError
 from lmstate.models.families import builders as b
 from lmstate.models.heads.block_head import Chained
 from lmstate.models.heads.dspark import LatentSpark
+from lmstate.models.heads.head import DraftHead
+from lmstate.models.heads.wide_head import WideHead
 from lmstate.models.layers.compressed_attention import CompressedAttention, Compressor, EntryIndex
 from lmstate.models.layers.hyper_connection import HyperBlock, RepeatedTokens
 from lmstate.models.layers.mlp import ClampedMLP
@@ -186,7 +189,29 @@ def build(w: WeightLoader) -> Model:
             raise ModelError(f"{w.source.path}: the table of {layer}.mlp names experts that are not in 0..{count - 1}")
         return HashedBlock(**vars(made), experts_of_token=table)
 
-    def drafter(embed: Weight, head: Weight, head_bias: Tensor | None) -> tuple[LatentSpark, ...]:
+    def drafters(embed: Weight, head: Weight, head_bias: Tensor | None) -> tuple[DraftHead, ...]:
+        found = tuple(
+            predictor(index, embed, head) for index in range(MOST_STAGES) if w.has(f"mtp.{index}.e_proj.weight")
+        )
+        return found or spark(embed, head)
+
+    def predictor(index: int, embed: Weight, head: Weight) -> WideHead:
+        prefix, square = f"mtp.{index}", (shape.hidden, shape.hidden)
+        return WideHead(
+            index + 1,
+            (shape.layers,),
+            normed(f"{prefix}.enorm"),
+            normed(f"{prefix}.hnorm"),
+            w.linear(f"{prefix}.e_proj.weight", shape=square),
+            w.linear(f"{prefix}.h_proj.weight", shape=square),
+            (plain(prefix, WINDOW, mixture(f"{prefix}.mlp", False)),),
+            b.hyper_head(w, f"{prefix}.hc_head", shape, streams),
+            normed(f"{prefix}.norm"),
+            embed,
+            head,
+        )
+
+    def spark(embed: Weight, head: Weight) -> tuple[LatentSpark, ...]:
         count = next((at for at in range(MOST_STAGES) if not w.has(f"mtp.{at}.self_attn.kv_proj.weight")), MOST_STAGES)
         if not count or not config.given("dspark_target_layer_ids"):
             return ()
@@ -220,7 +245,7 @@ def build(w: WeightLoader) -> Model:
         shape,
         block,
         entry=RepeatedTokens(streams.count),
-        heads=drafter,
+        heads=drafters,
         exit=b.hyper_head(w, "model.hc_head", shape, streams),
         ignore=("mtp.*", "model.mtp.*"),
     )

@@ -59,9 +59,14 @@ class DraftHead(ABC):
     def logits(self, stream: Tensor) -> Tensor:
         """The stream behind the blocks `[..., E]` -> float32 logits `[..., V]`; the model's softcap is not applied."""
 
+    @property
+    def width(self) -> int:
+        """Number of features that are handed on of a token."""
+        return len(self.norm.weight)
+
     def new_state(self, layout: Layout) -> LayerState:
         """Its layer state: the hidden state of each row's last token, and what its blocks remember."""
-        tail = LastInputState(layout, len(self.norm.weight), "hidden")
+        tail = LastInputState(layout, self.width, "hidden")
         return CompositeState([tail, DelayedState(new_layers(self.blocks, [layout] * len(self.blocks)), self.depth)])
 
     def stream(self, before: Tensor, tokens: Tensor, step: Step, blocks: DelayedState) -> Tensor:
@@ -72,7 +77,7 @@ class DraftHead(ABC):
         own, x = self._projected(before, tokens, step, blocks)
         if own.width:
             x = run_stack(self.blocks, x, own, blocks.members, blocks.whole)
-        return _behind(x[..., : len(self.norm.weight)], _skipped(step, own), step.width)
+        return _behind(x[..., : self.width], _skipped(step, own), step.width)
 
     def remember(self, before: Tensor, tokens: Tensor, step: Step, blocks: DelayedState) -> None:
         """As `stream`, where only what the blocks remember is wanted: the last feed-forward part does not run."""

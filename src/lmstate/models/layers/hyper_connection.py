@@ -142,6 +142,8 @@ class HyperBlock(Block):
     def __call__(self, x: Tensor, step: Step, cache: LayerState) -> Tensor:
         mixed, found = self.around_mixer.read(x)
         x = self.around_mixer.write(x, found, self.mixer(mixed, step, cache, self.mixer_norm))
+        if self.mlp is None:
+            return x
         mixed, found = self.around_mlp.read(x)
         return self.around_mlp.write(x, found, self.fed(mixed, step))
 
