@@ -5,12 +5,13 @@ as fast as those of transformers, in the same process and by turns. Beside decod
 (`lmstate inspect MODEL` shows the same parts), and how much of the bandwidth of plain sums that is. Heads are a quarter
 to an eighth of the published number, those of an index too.
 
-`python -m bench.chosen [--threads N] [--decode] [name ...]`
+`python -m bench.chosen [--threads N] [--cpu-time] [--decode] [name ...]`
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -151,10 +152,13 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", choices=[[], *SHAPES])
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--cpu-time", action="store_true", help="count the process's own seconds; see `hybrids.clock`")
     parser.add_argument("--decode", action="store_true", help="no prompts, and no transformers")
     given = parser.parse_args()
     if given.threads:
         torch.set_num_threads(given.threads)
+    if given.cpu_time:
+        hybrids.clock = time.process_time
     with torch.inference_mode():
         for name in given.names or SHAPES:
             for row in measure(name, not given.decode):
