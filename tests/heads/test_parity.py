@@ -21,7 +21,8 @@ def logits_of(model: lmstate.Model, ids: Tensor) -> list[Tensor]:
     step = state.plan(ids.tolist())
     count = len(model.blocks)
     stream = run_eager(model.blocks, model.network.embedded(ids, step), step, state.layers)
-    hidden = model.heads[0].reads(stream, model.norm, [stream])
+    exit = model.network.exit
+    hidden = model.heads[0].reads(stream if exit is None else exit(stream), model.norm, [stream])
     logits = []
     for head, cache in zip(model.heads, state.layers[count:]):
         tail, blocks = parts(cache)

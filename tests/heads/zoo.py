@@ -107,6 +107,23 @@ def deepseek_v4(name: str, layers: int) -> str:
     return v4_name("mtp.0." + name.removeprefix("layers.").removeprefix("blocks.0.layer."))
 
 
+def glm5(name: str, layers: int) -> str:
+    """GLM-5.3's: a layer behind the last, in the text part of a wrapper."""
+    name = one_past_the_last(name.replace("blocks.0.", "blocks.0.layer."), layers)
+    return name.replace("model.", "model.language_model.", 1)
+
+
+def minimax_m3(name: str, layers: int) -> str:
+    """MiniMax-M3's."""
+    rest = name.removeprefix("layers.").replace("blocks.0.layer.", "transformer_layer.")
+    return f"model.mtp.layers.0.{rest.replace('post_norm', 'final_layernorm')}"
+
+
+def qwen4(name: str, layers: int) -> str:
+    """Qwen4-Exp's: norms and projections stand beside the layer."""
+    return "mtp." + name.removeprefix("layers.").replace("blocks.0.layer.", "layers.0.")
+
+
 @dataclass(frozen=True)
 class Case:
     """zoo: the case of `tests.zoo` that the model is. head: config values of the head's layers. rename: of its tensors,
@@ -120,7 +137,7 @@ class Case:
     own_norm: bool = True  # of each head; else the model's last
     hidden_first: bool = False
     blocks: Callable[[Any], list[torch.nn.Module]] | None = None  # of one head that `MtpModel` cannot be made of
-    streams: bool = False  # whether the head reads and hands on the streams behind the last block
+    streams: str = ""  # of a head on several streams: what mixes those of the model
 
 
 def nemotron_blocks(theirs: Any) -> list[torch.nn.Module]:
@@ -135,6 +152,31 @@ def indexed_blocks(theirs: Any) -> list[torch.nn.Module]:
 
 def windowed_blocks(theirs: Any) -> list[torch.nn.Module]:
     return [Windowed(theirs)]
+
+
+def glm5_blocks(theirs: Any) -> list[torch.nn.Module]:
+    from transformers.models.glm5_next import modeling_glm5_next as glm5
+
+    return [IndexedLatent(theirs, glm5)]
+
+
+class IndexedLatent(torch.nn.Module):
+    """A latent attention with an index of its own and experts, on one stream."""
+
+    def __init__(self, theirs: Any, classes: Any) -> None:
+        super().__init__()
+        config = copy.deepcopy(theirs.config.text_config)
+        config.layer_types, config.mlp_layer_types, config.indexer_types = ["indexed_attention"], ["sparse"], ["full"]
+        self.self_attn = classes.Glm5NextTextAttention(config, 0)
+        self.mlp = classes.Glm5NextTextMoE(config)
+        self.input_layernorm, self.post_attention_layernorm = (
+            classes.Glm5NextTextRMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        mask = torch.ones(x.shape[:2], dtype=torch.bool)
+        x = x + self.self_attn(self.input_layernorm(x), attention_mask=mask, position_ids=position_ids)[0]
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 def longcat_blocks(theirs: Any) -> list[torch.nn.Module]:
@@ -169,11 +211,13 @@ class Indexed(torch.nn.Module):
         super().__init__()
         config = copy.deepcopy(theirs.config)
         config.mlp_layer_types, config.indexer_types = ["sparse"], ["full"]
+        config.layer_types, config.ple_layer_ids = (config.layer_types or [])[-1:] or None, []
         self.layer = type(theirs.model.layers[0])(config, 0)
         self.rope = [theirs.model.rotary_emb]  # no module of this one
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        mask = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(1)[None, None]
+        mask = torch.full((len(x), 1, x.shape[1], x.shape[1]), float("-inf")).triu(1)
+        position_ids = position_ids - position_ids[:, :1]  # they number stored keys too, and only distances count
         turned = self.rope[0](x, position_ids)
         made = self.layer(x, attention_mask=mask, position_ids=position_ids, position_embeddings=turned)
         return made if isinstance(made, Tensor) else made[0]
@@ -203,8 +247,9 @@ class OneHead(torch.nn.Module):
 
     def __init__(self, theirs: Any, blocks: list[torch.nn.Module]) -> None:
         super().__init__()
-        width, first = theirs.config.hidden_size, theirs.model.layers[0].get_submodule(first_norm(theirs))
-        norm, eps = type(first), first.variance_epsilon
+        first = text_of(theirs).layers[0].get_submodule(first_norm(theirs))
+        width, norm = theirs.get_input_embeddings().embedding_dim, type(first)
+        eps = first.eps if hasattr(first, "eps") else first.variance_epsilon
         self.layers = torch.nn.Module()
         self.layers.enorm, self.layers.hnorm, self.layers.post_norm = (norm(width, eps) for _ in range(3))
         self.layers.eh_proj = torch.nn.Linear(2 * width, width, bias=False)
@@ -244,8 +289,44 @@ class OneWideHead(OneHead):
         return mixed
 
 
+class OneHeadBesideStreams(OneHead):
+    """The same as vLLM has it for Qwen4-Exp: the streams lie side by side, and are normed together."""
+
+    def __init__(self, theirs: Any, blocks: list[torch.nn.Module]) -> None:
+        torch.nn.Module.__init__(self)
+        mixer, width = theirs.model.hyper_connection_mixer, theirs.config.hidden_size
+        norm = type(mixer.hc_norm)
+        self.layers = torch.nn.Module()
+        self.layers.pre_fc_norm_embedding, self.layers.pre_fc_norm_hidden = norm(width), norm(width * mixer.hc_count)
+        self.layers.fc_embedding, self.layers.fc_hidden = (torch.nn.Linear(width, width, bias=False) for _ in range(2))
+        self.layers.blocks = torch.nn.ModuleList(blocks)
+        self.layers.hyper_connection_mixer = copy.deepcopy(mixer)
+        self.embed, self.shared_head = [theirs.get_input_embeddings()], theirs.lm_head
+
+    def forward_layer(self, index: int, hidden: Tensor, positions: Tensor, cache: None, input_ids: Tensor) -> Tensor:
+        parts = self.layers
+        embedded = parts.fc_embedding(parts.pre_fc_norm_embedding(self.embed[0](input_ids)))
+        streams = parts.pre_fc_norm_hidden(hidden).unflatten(-1, (-1, embedded.shape[-1]))
+        x = (parts.fc_hidden(streams) + embedded[:, :, None]).flatten(-2)
+        for block in parts.blocks:
+            x = block(x, position_ids=positions)
+        return x
+
+    def last(self, hidden: Tensor) -> Tensor:
+        mixed: Tensor = self.layers.hyper_connection_mixer(hidden)
+        return mixed
+
+
+ONE_HEAD = {"": OneHead, "hc_head": OneWideHead, "hyper_connection_mixer": OneHeadBesideStreams}
+
+
+def text_of(theirs: Any) -> Any:
+    """The text model of a wrapper, or of a model of text."""
+    return getattr(theirs.model, "language_model", theirs.model)
+
+
 def first_norm(theirs: Any) -> str:
-    names = dict(theirs.model.layers[0].named_modules())
+    names = dict(text_of(theirs).layers[0].named_modules())
     return next(name for name in ("norm", "input_layernorm.0", "input_layernorm") if name in names)
 
 
@@ -255,6 +336,9 @@ HEADS = {
     "deepseek_v3-two": Case("deepseek_v3-yarn", past_the_last, heads=2),
     "deepseek_v32": Case("deepseek_v32", one_past_the_last, blocks=indexed_blocks),
     "glm_moe_dsa": Case("glm_moe_dsa-shared", one_past_the_last, blocks=indexed_blocks),
+    "glm5_next": Case("glm5_next", glm5, blocks=glm5_blocks),
+    "minimax_m3": Case("minimax_m3", minimax_m3, blocks=indexed_blocks),
+    "qwen4_exp": Case("qwen4_exp", qwen4, blocks=indexed_blocks, streams="hyper_connection_mixer"),
     "glm4_moe": Case("glm4_moe", past_the_last),
     "bailing_hybrid": Case(
         "bailing_hybrid", past_the_last, {"mtp_layer_types": FULL, "mtp_mlp_layer_types": ["sparse"]}
@@ -270,7 +354,7 @@ HEADS = {
     "mimo": Case("qwen2", mimo, {"mtp_layer_types": FULL}, saved={"model_type": "mimo"}, hidden_first=True),
     "nemotron_h": Case("nemotron_h-moe", nemotron_h, blocks=nemotron_blocks),
     "longcat_flash": Case("longcat_flash", longcat_flash, blocks=longcat_blocks),
-    "deepseek_v4": Case("deepseek_v4", deepseek_v4, blocks=windowed_blocks, streams=True),
+    "deepseek_v4": Case("deepseek_v4", deepseek_v4, blocks=windowed_blocks, streams="hc_head"),
     "ernie4_5_moe": Case("ernie4_5_moe", ernie, {"moe_layer_start_index": 10}, own_norm=False),
 }
 
@@ -289,12 +373,11 @@ class Pair:
         return self._forward(ids, ids.shape[1])
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """What the model hands to the first head, float32 `[R, n, E]`; streams `[R, n, N, E]`."""
-        if self.case.streams:
-            return captured(self.theirs.model.hc_head, lambda: self.theirs.model(ids))
-        if self.case.own_norm:
+        """What the model hands to the first head, float32 `[R, n, E]`; streams `[R, n, N, E]`, or side by side."""
+        if self.case.own_norm and not self.case.streams:
             return self.theirs.model(ids).last_hidden_state
-        return captured(self.theirs.model.norm, lambda: self.theirs.model(ids))  # what the last norm reads
+        last = self.theirs.model.get_submodule(self.case.streams or "norm")  # what this reads
+        return captured(last, lambda: self.theirs.model(ids))
 
     def last(self, hidden: Tensor) -> Tensor:
         if self.case.streams:
@@ -360,7 +443,7 @@ def pair(name: str) -> Pair:
 def heads_of(theirs: Any, case: Case) -> Any:
     """Random heads for a model, by the class of its last layer."""
     if case.blocks is not None:
-        one = (OneWideHead if case.streams else OneHead)(theirs, case.blocks(theirs)).float().eval()
+        one = ONE_HEAD[case.streams](theirs, case.blocks(theirs)).float().eval()
         randomize(one.layers, seed=1)
         return one
     from transformers.modeling_layers import MtpModel
@@ -400,12 +483,14 @@ def save(theirs: Any, mtp: Any, case: Case, folder: Path) -> None:
     theirs.save_pretrained(folder)
     path = folder / "model.safetensors"
     tensors = load_file(path)
-    layers = theirs.config.num_hidden_layers
+    layers = len(text_of(theirs).layers)
     for name, tensor in mtp.layers.state_dict().items():
         if not re.search(r"rotary_emb|inv_freq", name):
             tensors |= stored(case.rename(f"layers.{name}", layers), tensor.clone())
     save_file(tensors, path)
     config = json.loads((folder / "config.json").read_text())
     config |= {"num_nextn_predict_layers": case.heads, **case.saved}
+    if "text_config" in config:
+        config["text_config"] |= {"num_nextn_predict_layers": case.heads}
     config |= {key: value for key, value in case.head.items() if key == "mtp_layer_types"}
     (folder / "config.json").write_text(json.dumps(config))

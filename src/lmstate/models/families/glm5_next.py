@@ -5,7 +5,8 @@ s = mixed(s) + w * mixer(norm(mix(s)))        # the delta rule; in every fourth 
 s = mixed(s) + w' * experts(norm(mix'(s)))    # the first layers: an MLP
 logits = head(norm(mean(s)))
 
-Attention knows no positions. Layers may share the choice of blocks of an earlier one.
+Attention knows no positions. Layers may share the choice of blocks of an earlier one. A head for multi-token prediction
+is a layer past the last, of one stream.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ def build(w: WeightLoader) -> Model:
         assert isinstance(part, MLP)
         return ClampedMLP(part, limit)
 
-    def feed_forward(index: int, prefix: str) -> FeedForward:
-        if not sparse[index]:
+    def feed_forward(prefix: str, is_sparse: bool) -> FeedForward:
+        if not is_sparse:
             return clamped(b.mlp(w, prefix, shape.hidden, inner, act))
         mixture = b.deepseek_mixture(w, prefix, shape)
         shared = None if mixture.shared is None else clamped(mixture.shared)
@@ -113,17 +114,29 @@ def build(w: WeightLoader) -> Model:
         layer = f"model.layers.{index}"
         return HyperBlock(
             mixer(index, f"{layer}.self_attn"),
-            feed_forward(index, f"{layer}.mlp"),
+            feed_forward(f"{layer}.mlp", sparse[index]),
             normed(f"{layer}.input_layernorm"),
             normed(f"{layer}.post_attention_layernorm"),
             around_mixer=b.hyper_connection(w, f"{layer}.attn_hc", shape, streams),
             around_mlp=b.hyper_connection(w, f"{layer}.ffn_hc", shape, streams),
         )
 
+    def head_block(layer: str) -> Block:
+        """Block of a prediction head, on one stream."""
+        attention = latent_attention(w, f"{layer}.self_attn", shape, None, 0, scale, eps=shape.eps)
+        return Block(
+            replace(attention, index=_index(w, f"{layer}.self_attn.indexer", shape)),
+            feed_forward(f"{layer}.mlp", w.has(f"{layer}.mlp.gate.weight")),
+            normed(f"{layer}.input_layernorm"),
+            normed(f"{layer}.post_attention_layernorm"),
+        )
+
+    head_names = b.layers_past_the_last(w, shape.layers)
     return b.decoder(
         w,
         shape,
         block,
+        heads=b.prediction_heads(w, shape, normed, head_names, head_block),
         entry=RepeatedEmbedding(streams.count),
         exit=MeanOfStreams(streams.count),
         reads=reads,

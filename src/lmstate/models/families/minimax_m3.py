@@ -8,6 +8,9 @@ logits = head(norm(x))
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
@@ -59,8 +62,8 @@ def build(w: WeightLoader) -> Model:
             raise ModelError(f"config: {name} is {given}; lmstate runs MiniMax-M3 with {known} alone")
     rope = make_rope(config, shape.head_dim, theta=5e6).to(w.device)
     sizes = _index_sizes(config, shape)
-    kinds = _kinds(config, shape.layers)
-    sparse = _sparse(config, shape.layers)
+    kinds = (*_kinds(config, shape.layers), SPARSE)  # the last is that of prediction heads
+    sparse = [*_sparse(config, shape.layers), True]
     normed = b.rms_norms(w, shape, plus_one=True)
 
     def mixer(index: int, prefix: str) -> Mixer:
@@ -77,7 +80,7 @@ def build(w: WeightLoader) -> Model:
             return _mlp(w, prefix, shape.hidden, dense)
         inside = prefix
         if not w.has(f"{prefix}.gate.weight"):  # as published
-            inside = f"model.layers.{index}.block_sparse_moe"
+            inside = f"{prefix.removesuffix('mlp')}block_sparse_moe"
         correction = b.first_present(
             w, f"{inside}.gate.e_score_correction_bias", f"{inside}.e_score_correction_bias"
         )  # fmt: skip
@@ -93,10 +96,21 @@ def build(w: WeightLoader) -> Model:
         each = b.experts(w, f"{inside}.experts", count, shape.hidden, inner, "swigluoai")
         return MixtureOfExperts(router, each, _mlp(w, f"{inside}.shared_experts", shape.hidden, common))
 
+    block = b.pre_norm(normed, mixer, feed_forward)
+    heads = b.prediction_heads(w, shape, normed, _head_names(w), partial(block, shape.layers))
     return b.decoder(
-        w, shape, b.pre_norm(normed, mixer, feed_forward),
-        final_norm=normed("model.norm"), ignore=("mtp.*", "model.mtp.*"),
+        w, shape, block, final_norm=normed("model.norm"), heads=heads, ignore=("mtp.*", "model.mtp.*")
     )  # fmt: skip
+
+
+def _head_names(w: WeightLoader) -> Iterator[b.HeadNames]:
+    """Names of heads for multi-token prediction."""
+    for start in ("model.mtp.layers", "mtp.layers"):
+        for layer in (f"{start}.{index}" for index in range(b.MOST_HEADS)):
+            if not w.has(f"{layer}.eh_proj.weight"):
+                break
+            names = (f"{layer}.{name}" for name in ("enorm", "hnorm", "eh_proj", "final_layernorm"))
+            yield b.HeadNames(f"{layer}.transformer_layer", *names)
 
 
 def _mlp(w: WeightLoader, prefix: str, hidden: int, inner: int) -> FeedForward:

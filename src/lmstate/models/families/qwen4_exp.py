@@ -7,9 +7,12 @@ s = s + w' * experts(mix'(s))           # beside a gated shared one
 logits = head(mix''(s))
 
 Norms store w - 1. Mixtures are of normed streams, so that no norm stands in front of a part or the head.
+A head for multi-token prediction (`mtp.*`) is an attention layer on as many streams.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -17,9 +20,10 @@ from torch import Tensor
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.errors import ModelError
-from lmstate.models.block import Block
 from lmstate.models.families import builders as b
 from lmstate.models.families.qwen3_next import KINDS, delta
+from lmstate.models.heads.head import DraftHead
+from lmstate.models.heads.wide_head import WideHead
 from lmstate.models.layers.base import Mixer
 from lmstate.models.layers.hyper_connection import HyperBlock, RepeatedTokens
 from lmstate.models.layers.ngrams import NgramBlock, NgramInjection, NgramTable, multipliers, primes
@@ -64,12 +68,12 @@ def build(w: WeightLoader) -> Model:
     with_ngrams = sorted(set(config.ints("ple_layer_ids", low=1, high=shape.layers, default=()) or ()))
 
     def mixer(index: int, layer: str) -> Mixer:
-        if kinds[index] == "linear_attention":
+        if index < shape.layers and kinds[index] == "linear_attention":
             return delta(w, f"{layer}.linear_attn", shape, gate_act="silu" if act == "silu" else "sigmoid")
         return _attention(w, f"{layer}.self_attn", shape, rope)
 
-    def block(index: int) -> Block:
-        layer = f"model.layers.{index}"
+    def block(index: int, layer: str = "") -> HyperBlock:
+        layer = layer or f"model.layers.{index}"
         made = HyperBlock(
             mixer(index, layer),
             b.qwen_feed_forward(w, index, f"{layer}.mlp", shape, normalize=True),
@@ -81,11 +85,32 @@ def build(w: WeightLoader) -> Model:
         number = with_ngrams.index(index + 1)
         return NgramBlock(**vars(made), ngrams=_ngrams(w, f"{layer}.ple", shape, count, number))
 
+    no_norm = Norm(torch.ones(shape.hidden, dtype=torch.float32, device=w.device), shape.eps, "none")
+
+    def heads(embed: Weight, head: Weight, head_bias: Tensor | None) -> tuple[DraftHead, ...]:
+        return tuple(
+            WideHead(
+                depth,
+                (shape.layers,),
+                b.norm(w, f"{mtp}.pre_fc_norm_embedding.weight", shape.hidden, shape.eps, plus_one=True),
+                b.norm(w, f"{mtp}.pre_fc_norm_hidden.weight", count * shape.hidden, shape.eps, plus_one=True),
+                w.linear(f"{mtp}.fc_embedding.weight", shape=(shape.hidden, shape.hidden)),
+                w.linear(f"{mtp}.fc_hidden.weight", shape=(shape.hidden, shape.hidden)),
+                (block(shape.layers, layer),),
+                b.gated_streams(w, f"{mtp}.hyper_connection_mixer", shape, count, reads_only=True),
+                no_norm,
+                embed,
+                head,
+            )
+            for depth, (mtp, layer) in enumerate(_head_layers(w), start=1)
+        )
+
     return b.decoder(
         w,
         shape,
         block,
-        final_norm=Norm(torch.ones(shape.hidden, dtype=torch.float32, device=w.device), shape.eps, "none"),
+        final_norm=no_norm,
+        heads=heads,
         entry=RepeatedTokens(count),
         exit=b.gated_streams(w, "model.hyper_connection_mixer", shape, count, reads_only=True),
         ignore=(
@@ -93,6 +118,15 @@ def build(w: WeightLoader) -> Model:
             *b.mtp_tensors(config, shape),
         ),
     )
+
+
+def _head_layers(w: WeightLoader) -> Iterator[tuple[str, str]]:
+    """For each head for multi-token prediction, the prefix of the part that it is in, and that of its layer."""
+    for mtp in ("mtp", "model.mtp"):
+        for layer in (f"{mtp}.layers.{index}" for index in range(b.MOST_HEADS)):
+            if not w.has(f"{layer}.self_attn.q_proj.weight"):
+                break
+            yield mtp, layer
 
 
 def _attention(w: WeightLoader, prefix: str, shape: b.Dims, rope: Rope) -> PooledIndexAttention:

@@ -1,4 +1,4 @@
-"""A multi-token prediction head on wide residual streams (DeepSeek-V4).
+"""A multi-token prediction head on wide residual streams (DeepSeek-V4, Qwen4-Exp).
 
     s = hidden_project norm(s_p) + embed_project norm(embedding of token p + 1),  for each of N streams behind token p
     s = blocks(s),  logits = head(norm(mix(s)))
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.models.heads.head import DraftHead
-from lmstate.models.layers.hyper_connection import HyperBlock, StreamMixer
+from lmstate.models.layers.hyper_connection import GatedStreams, HyperBlock, StreamMixer
 from lmstate.ops import Norm, Weight
 
 
@@ -26,11 +26,11 @@ class WideHead(DraftHead):
     depth: int
     taps: tuple[int, ...]
     embed_norm: Norm
-    hidden_norm: Norm
+    hidden_norm: Norm  # [E] of each stream, or [N * E] of all together
     embed_project: Weight  # [E, E]
     hidden_project: Weight  # [E, E]
     blocks: tuple[HyperBlock, ...]
-    exit: StreamMixer
+    exit: StreamMixer | GatedStreams
     norm: Norm
     embed: Weight  # [V, E], the model's
     head: Weight  # [V, E], the model's
@@ -43,9 +43,10 @@ class WideHead(DraftHead):
         return tapped[0]
 
     def joined(self, before: Tensor, tokens: Tensor) -> Tensor:
-        streams = before.unflatten(-1, (self.exit.streams, -1))  # [R, T, N, E]
-        embedded = ops.linear(self.embed.rows(tokens), self.embed_project, norm=self.embed_norm)
-        return (ops.linear(streams, self.hidden_project, norm=self.hidden_norm) + embedded[..., None, :]).flatten(-2)
+        embedded = ops.linear(self.embed.rows(tokens), self.embed_project, norm=self.embed_norm)  # [R, T, E]
+        normed = ops.norm(before.unflatten(-1, (-1, len(self.hidden_norm.weight))), self.hidden_norm)
+        streams = normed.flatten(-2).unflatten(-1, (self.exit.streams, -1))  # [R, T, N, E]
+        return (ops.linear(streams, self.hidden_project) + embedded[..., None, :]).flatten(-2)
 
     def handed_on(self, stream: Tensor) -> Tensor:
         return stream
