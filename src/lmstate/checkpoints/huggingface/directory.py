@@ -129,7 +129,9 @@ class CheckpointFolder:
 
     def _dequantized(self, name: str) -> Tensor:
         scales, shape, block = self._scales[name], self.shape(name), self._fp8_block
-        if scales is None or self._dtype(scales) not in FLOATS:
+        if scales is None or not (
+            self._dtype(scales) in FLOATS or self._where[scales].entries[scales].dtype in fp8.EXPONENTS
+        ):
             raise ModelError(
                 f"{self.path} lacks the scales of the 8-bit floats of {name!r} (in {name}{fp8.SCALES[0]}, say), or "
                 "they are not floats"
@@ -139,7 +141,7 @@ class CheckpointFolder:
                 f"{self.path}: {scales!r} has the shape {list(self.shape(scales))}, which cannot scale {name!r} "
                 f"of shape {list(shape)}{'' if block is None else f' in blocks of {list(block)}'}"
             )
-        values = self._where[scales].tensor(scales)
+        values = fp8.scale_values(self._where[scales].tensor(scales))
         if not bool(values.isfinite().all()):
             raise ModelError(f"{self.path} is damaged: the scales of tensor {name!r} hold infinities or NaN")
         return fp8.dequantize(self._where[name].tensor(name), values, block)

@@ -1,8 +1,9 @@
 """Matrices of 8-bit floats (E4M3) with scales: a number for the whole, for each output, or for each block.
 
 Blocks are how DeepSeek-V3 (2412.19437, section 3.3) is published. Beside a matrix `name` lie its scales, as
-`name_scale_inv` or `name_scale`; the weights are their product, whatever the suffix says. Scales to round activations
-with are of no use where activations are not rounded.
+`name_scale_inv` or `name_scale`, or in the place of its `weight` as `scale` (DeepSeek-V4); the weights are their
+product, whatever the suffix says. Scales may be powers of two, in a byte each (MXFP8). Scales to round activations with
+are of no use where activations are not rounded.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from torch import Tensor
 
 from lmstate.checkpoints.config import Config
 
-METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "modelopt")
+METHODS = ("fp8", "mxfp8", "compressed-tensors", "fbgemm_fp8", "modelopt")
 """The `quant_method`s whose 8-bit floats are read; whatever else they store is refused."""
 
 SCALES = ("_scale_inv", "_scale")
 OF_ACTIVATIONS = ("activation_scale", "input_scale", "input_scale_ub")
 DTYPE = torch.float8_e4m3fn
+EXPONENTS = (torch.float8_e8m0fnu, torch.uint8)  # an exponent e stands for 2 ** (e - 127)
+MXFP8_BLOCK = (1, 32)
 
 
 def block_of(quantization: Config) -> tuple[int, int] | None:
@@ -27,6 +30,8 @@ def block_of(quantization: Config) -> tuple[int, int] | None:
     if quantization.given("weight_block_size"):
         rows, columns = quantization.ints("weight_block_size", 2, low=1)
         return rows, columns
+    if quantization.get("quant_method") == "mxfp8":
+        return MXFP8_BLOCK
     groups = quantization.fields("config_groups") or Config({})
     for name in groups:
         group = groups.fields(name)
@@ -39,7 +44,14 @@ def block_of(quantization: Config) -> tuple[int, int] | None:
 
 def scales_of(name: str, names: Collection[str]) -> str | None:
     """The name of a matrix's scales, where they are there."""
-    return next((name + suffix for suffix in SCALES if name + suffix in names), None)
+    places = [name + suffix for suffix in SCALES]
+    places += [f"{name.removesuffix('weight')}scale"] if name.endswith(".weight") else []
+    return next((place for place in places if place in names), None)
+
+
+def scale_values(scales: Tensor) -> Tensor:
+    """Scales in float32, of floats or of exponents."""
+    return (scales.view(torch.float8_e8m0fnu) if scales.dtype in EXPONENTS else scales).float()
 
 
 def of_activations(name: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""Matrices that tools packed into integers: GPTQ, AWQ, compressed-tensors, NVFP4, bitsandbytes and BitNet.
+"""Matrices that are packed into integers: GPTQ, AWQ, compressed-tensors, NVFP4, MXFP4, bitsandbytes and BitNet.
 
 Each is read as the integers that it holds where they fit a storage of lmstate: groups of 32 inputs, or of a multiple of
 32, that share a scale. All others (groups that interleave, groups of 16, tables of values) are dequantized.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lmstate.checkpoints.config import Config
-from lmstate.checkpoints.huggingface.mxfp4 import DOUBLED
+from lmstate.checkpoints.huggingface.mxfp4 import DOUBLED, whole_numbers
 from lmstate.checkpoints.source import GROUP, GroupedQuant
 from lmstate.errors import ModelError
 from lmstate.files.safetensors import TensorEntry
@@ -195,7 +195,10 @@ def _compressed(parts: PackedParts, settings: Config) -> PackedMatrix:
 
 
 def _plain(parts: PackedParts, settings: Config) -> PackedMatrix | None:
-    """A matrix under its own name: bitsandbytes', 8-bit integers with scales, NVFP4 of ModelOpt; None for others."""
+    """A matrix under its own name: bitsandbytes', 8-bit integers with scales, NVFP4 of ModelOpt, MXFP4 of DeepSeek-V4.
+
+    None for others.
+    """
     if parts.has("weight.absmax"):
         return _bitsandbytes(parts)
     dtype, shape = parts.dtype("weight"), parts.shape("weight")
@@ -203,6 +206,8 @@ def _plain(parts: PackedParts, settings: Config) -> PackedMatrix | None:
         return None
     if dtype == BYTES and parts.has("weight_scale_2"):
         return _nvfp4(parts, "weight", "weight_scale_2", divided=False)
+    if dtype in (torch.int8, BYTES) and parts.has("scale") and parts.dtype("scale") == torch.float8_e8m0fnu:
+        return _mxfp4(parts)
     end = next((end for end in ("weight_scale", "SCB") if parts.has(end)), None)
     if dtype != torch.int8 or end is None:
         return None
@@ -273,6 +278,22 @@ def _nvfp4(parts: PackedParts, packed: str, whole: str, divided: bool) -> Packed
 
     names = parts.names(packed, "weight_scale", whole, "input_scale", "input_global_scale")
     return PackedMatrix(names, (outputs, inputs), "int8", read, "NVFP4")
+
+
+def _mxfp4(parts: PackedParts) -> PackedMatrix:
+    """Four-bit floats in groups of 32 that share a power of two; the low half of a byte comes before its high half."""
+    outputs, columns = _matrix(parts, "weight")
+    inputs = 2 * columns
+    if inputs % GROUP:
+        raise parts.damaged(f"{parts.stem}.weight has {inputs} inputs, which do not lie in groups of {GROUP}")
+    parts.expect("scale", (outputs, inputs // GROUP))
+
+    def read() -> GroupedQuant:
+        raw = parts.read("weight").view(BYTES)
+        nibbles = torch.stack([raw & 15, raw >> 4], dim=-1).flatten(1)
+        return GroupedQuant(whole_numbers(nibbles), parts.scales("scale") / 2, None)
+
+    return PackedMatrix(parts.names("weight", "scale"), (outputs, inputs), "int8", read)
 
 
 def _bitsandbytes(parts: PackedParts) -> PackedMatrix | None:
