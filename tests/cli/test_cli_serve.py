@@ -27,17 +27,20 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lmstate, "load", lambda name, weights, **_: talking("llama"), raising=False)
     monkeypatch.setattr("lmstate.engine.Engine", engine)
     options = (
-        "--rows 3 --queue 9 --memory 1MiB --stall 7 --max-itl 40 --kv-bits 4 --store redis://localhost/5 --draft none"
+        "--rows 3 --queue 9 --memory 1MiB --stall 7 --max-itl 40 --kv-bits 4 --carries 8 --store redis://localhost/5 "
+        "--draft none"
     )
     result = CliRunner().invoke(app, ["serve", "m", "--port", "0", "--threads", "1", *options.split()])
     assert result.exit_code == 1 and "far enough" in result.stderr
     assert seen == {
         "rows": 3, "queue": 9, "memory": 2**20, "stall": 7.0, "max_itl": 40.0, "kv": lmstate.kv.Quantized(4),
-        "store": "redis://localhost/5", "draft": "none",
+        "carries": 8, "store": "redis://localhost/5", "draft": "none",
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("option", ["--stall 1", "--stall nan", "--max-itl 0", "--kv-bits 3", "--memory many"])
+@pytest.mark.parametrize(
+    "option", ["--stall 1", "--stall nan", "--max-itl 0", "--kv-bits 3", "--carries 4", "--memory many"]
+)
 def test_wrong_usage_loads_nothing(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lmstate, "load", lambda name, weights, **_: pytest.fail("loaded for nothing"), raising=False)
     result = CliRunner().invoke(app, ["serve", "m", "--port", "0", *option.split()])

@@ -111,6 +111,7 @@ def generate(
     draft: options.Draft = "auto",
     adapter: options.Adapter = None,
     kv_bits: options.KVBits = None,
+    carries: options.Carries = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object at the end: text, ids, finished, usage.")
     ] = False,
@@ -227,7 +228,7 @@ def generate(
         return
     if language is not None or translate:
         raise ValueError(f"--language and --translate were given, and a {loaded.config.family} model reads no sounds")
-    empty = loaded.new_state(rows=1, kv=kv)
+    empty = loaded.new_state(rows=1, kv=kv, carries=options.carry_bits(carries))
     if source is not None:
         _, (ids,), _ = with_source(loaded, as_text(source, "--source"), text or None, empty)
         request = GenerateRequest(empty, ids, None)

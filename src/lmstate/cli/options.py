@@ -62,6 +62,13 @@ class KVWidth(StrEnum):
     two = "2"
 
 
+class CarryWidth(StrEnum):
+    """Bits of what recurrences sum over tokens."""
+
+    sixteen = "16"
+    eight = "8"
+
+
 class ParallelModes(StrEnum):
     """As `parallel_mode` of `lmstate.load`."""
 
@@ -95,6 +102,7 @@ ContextSize = Annotated[
     ),
 ]  # fmt: skip
 KVBits = Annotated[KVWidth | None, typer.Option("--kv-bits", help="Store keys and values in this many bits.")]
+Carries = Annotated[CarryWidth | None, typer.Option("--carries", help="Store what recurrences sum in this many bits.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", min=0, help="End after this many tokens.")]
 Temperature = Annotated[
     float | None,
@@ -296,6 +304,11 @@ def kv_storage(bits: KVWidth | None) -> Quantized | None:
     from lmstate.kv import Quantized
 
     return None if bits is None else Quantized(int(bits))
+
+
+def carry_bits(width: CarryWidth | None) -> int:
+    """Bits of carries that `--carries` names."""
+    return 32 if width is None else int(width)
 
 
 @contextmanager

@@ -59,6 +59,7 @@ def replicated(model: str, replicas: int, address: str | None, how: EngineOption
             parallel_mode=how.parallel_mode.value,
             draft=how.draft,
             kv_bits=None if how.kv is None else how.kv.bits,
+            carries=how.carries,
             rows=how.rows,
             queue=how.queue,
             memory=how.memory,

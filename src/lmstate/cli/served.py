@@ -40,6 +40,7 @@ class EngineOptions:
     memory: int
     store: str | None
     kv: Any
+    carries: int
     queue: int
     max_itl: float | None
     stall: float | None
@@ -71,6 +72,7 @@ class EngineOptions:
             memory=self.memory,
             store=self.store,
             kv=self.kv,
+            carries=self.carries,
             draft=options.load_drafter(self.draft, self.device),
             queue=self.queue,
             max_itl=self.max_itl,

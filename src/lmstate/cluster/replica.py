@@ -25,6 +25,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parallel_mode: Literal["exact", "sum"] = "exact"
     draft: str = "auto"
     kv_bits: int | None = None
+    carries: int = 32
     rows: int | None = None
     queue: int = 256
     memory: int | str = "4GiB"
@@ -49,6 +50,11 @@ class ReplicaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Pace.bounded(self.max_itl, self.stall)
         if self.parallel < 1 or self.threads < 1:
             raise ValueError(f"parallel={self.parallel}, threads={self.threads} were asked for; both are at least 1")
+        if self.carries not in (32, 16, 8) or (self.parallel > 1 and self.carries != 32):
+            raise ValueError(
+                f"carries={self.carries} was asked for; carries are stored in 32, 16 or 8 bits, and over several "
+                "processes in 32"
+            )
         if self.parallel > 1 and (self.adapter or self.device not in (None, "cpu") or self.draft == "heads"):
             raise ValueError(
                 f"parallel={self.parallel} was asked for with an adapter, a device or draft=heads: a model over "
@@ -88,6 +94,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             memory=self.memory,
             store=self.store,
             kv=None if self.kv_bits is None else Quantized(self.kv_bits),
+            carries=self.carries,
             draft=None if self.draft == "none" else self.draft,
             queue=self.queue,
             max_itl=self.max_itl,

@@ -90,6 +90,8 @@ class Engine(SessionEngine):
             `lmstate.speculation.Drafter`, or None. "auto" is the text, and the heads where there are some. No answer
             changes
     kv      how keys and values are stored, as in `model.new_state`
+    carries  bits in which recurrences store what they sum, as in `model.new_state`. With 16 or 8 the store keeps
+            carries inside of prompts at multiples of 64 tokens.
     durable with a store: "turn" ends a session's turn once its record is stored (or `Completion.stored` is False, and
             it is tried again), "none" does not wait for that
     """
@@ -103,6 +105,7 @@ class Engine(SessionEngine):
         *,
         store_bytes: int | str = "64GiB",
         kv: Any = None,
+        carries: int = 32,
         draft: DraftChoice = "auto",
         queue: int = 256,
         max_itl: float | None = None,
@@ -118,7 +121,7 @@ class Engine(SessionEngine):
             raise ValueError(f"rows={rows}, queue={queue} were asked for; both are at least 1")
         if durable not in ("turn", "none"):
             raise ValueError(f"unknown durable={durable!r}; expected 'turn' or 'none'")
-        state = model.new_state(kv=kv)
+        state = model.new_state(kv=kv, carries=carries)
         if state.conditioned and not isinstance(draft, str | None):
             raise UnsupportedError(
                 f"a drafter was given for a {model.config.family} model, whose tokens read a source that the drafter "
@@ -126,14 +129,16 @@ class Engine(SessionEngine):
             )
         pace = Pace.bounded(max_itl, stall)
         memory, store_bytes = as_bytes(memory), as_bytes(store_bytes)
-        self._cost = RowCost.of(model, lambda: model.new_state(kv=kv))
+        self._cost = RowCost.of(model, lambda: model.new_state(kv=kv, carries=carries))
         self._cost.refuse_too_little(memory)
         drafting = Drafting(draft, model, rows, memory, state)
         self.rows = rows
-        self._kv = kv
+        self._kv, self._carries = kv, carries
         # A function has no name that holds in another process; what it gives for each layer has.
         policies = policies_of(kv, len(model.blocks)) if callable(kv) and not isinstance(kv, Policy) else kv
         self.namespace = f"{model.fingerprint} dtype={model.dtype} kv={policies!r}"  # of what can be gone on from
+        if carries != 32:
+            self.namespace += f" carries={carries}"
         if store is not None and not isinstance(store, Tier):
             store = open_tier(store, self.namespace, store_bytes)
         if store is not None:
@@ -450,7 +455,7 @@ class Engine(SessionEngine):
     # ---- the engine's thread
 
     def _new_state(self, rows: int) -> State:
-        return self.model.new_state(rows=rows, kv=self._kv, pool=self._blocks)
+        return self.model.new_state(rows=rows, kv=self._kv, pool=self._blocks, carries=self._carries)
 
     def _warm_up(self) -> None:
         """Read the weights once, and make the thread's OpenMP workers: the first request would wait for both."""

@@ -224,6 +224,8 @@ class PrefixReuse:
         new = enumerate(prompt[match.length :], match.length + 1)
         ends = [at for at, token in new if token in self._model.eos_ids]
         wanted = {match.matched, *_thinned(ends, len(prompt)), *range(self._ladder, len(prompt), self._ladder)}
+        ahead = len(self.prefixes.opening)
+        wanted = {at - (ahead + at) % split.interval for at in wanted}
         if self._model.network.whole_pictures:
             wanted = {before_picture(pictured.media, at) for at in wanted}
         return {at for at in wanted if match.length < at < len(prompt)}

@@ -39,6 +39,7 @@ def chat(
     draft: options.Draft = "auto",
     adapter: options.Adapter = None,
     kv_bits: options.KVBits = None,
+    carries: options.Carries = None,
     stats: Annotated[
         bool, typer.Option("--stats/--no-stats", help="After each answer: tokens fed and reused, and the speed.")
     ] = True,
@@ -71,7 +72,13 @@ def chat(
         note(f"{model}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
     drafter = options.load_drafter(draft, device)
     conversation = ChatConversation(
-        loaded, system, sampler=sampling.of(loaded), max_new_tokens=max_tokens, draft=drafter, kv=kv
+        loaded,
+        system,
+        sampler=sampling.of(loaded),
+        max_new_tokens=max_tokens,
+        draft=drafter,
+        kv=kv,
+        carries=options.carry_bits(carries),
     )
     with closing(conversation), marked_pastes():
         failed = talk(conversation, stats, transcript and not typed_in)

@@ -66,6 +66,7 @@ class ChatConversation:
         max_new_tokens: int = 512,
         draft: DraftChoice = "auto",
         kv: Any = None,
+        carries: int = 32,
     ) -> None:
         self.model = model
         self.system = system
@@ -73,7 +74,7 @@ class ChatConversation:
         self.report: Report | None = None  # of the last answer
         self.files: list[bytes] = []  # pictures and sounds that go with the next question
         model.on_part = None  # the engine reads prompts in parts of its own, on its thread
-        self.engine = Engine(model, rows=1, memory=MEMORY, draft=draft, kv=kv)
+        self.engine = Engine(model, rows=1, memory=MEMORY, draft=draft, kv=kv, carries=carries)
         self.branches: dict[str, Session] = {}
         self._request: Request | None = None
         self._replaced: Replaced | None = None

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from lmstate.errors import SnapshotError
 from lmstate.ops.types.block_table import KVBlock
-from lmstate.state import LayerState, Snapshot, State
+from lmstate.state import LayerState, RecurrentState, Snapshot, State
 from lmstate.state.blocks import CapturedBlocks, Parts, held_by, nbytes_of, pieces_of
 from lmstate.state.layers.composite import CompositeState
+from lmstate.state.layers.rounding import INTERVAL
 from lmstate.state.layers.slots import SlotState
 
 Layers = tuple[Mapping[str, Tensor], ...]
@@ -35,6 +36,7 @@ class Split:
     needs_carry: bool  # whether a row cannot go on from what each token left alone
     forced_by: str | None  # the layer kind that a carry is for
     slack: int  # how many positions a row can go back from a carry at no cost
+    interval: int = 1  # positions between two where a carry takes the least bytes
 
     @staticmethod
     def of(state: State) -> Split:
@@ -49,6 +51,7 @@ class Split:
             bool(kept),
             min((part.kind for part in kept), default=None),
             slack if moving else ANYWHERE,
+            INTERVAL if any(isinstance(part, RecurrentState) and part.rounding for part in kept) else 1,
         )
 
     def run(self, snapshot: Snapshot, start: int, stop: int) -> Layers:
