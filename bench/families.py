@@ -69,7 +69,7 @@ GGUF_LEFT_OUT = {
         "writes by diffusion, in both directions"),
     **dict.fromkeys(("clip", "wavtokenizer-dec", "pockettts", "qwen3tts"), "encodes pictures, or makes sounds"),
     **dict.fromkeys(
-        ("arctic", "arwkv7", "clef", "cogvlm", "granite-switch", "grok", "grovemoe", "kimi-k3", "maple", "muse-glimmer",
+        ("arctic", "arwkv7", "clef", "cogvlm", "granite-switch", "grok", "grovemoe", "kimi-k3", "maple",
          "nanbeige", "plamo2", "plamo3", "rwkv6", "rwkv6qwen2", "rwkv7", "smallthinker", "talkie"),
         "transformers has no such model to compare with"),
     "gptj": "llama.cpp has its name alone",
@@ -85,7 +85,7 @@ LOADED_AS = {
     "gpt-sw3": "gpt2", "dots3_note": "dots3_note_text", "mllama": "mllama_text_model", "emu3": "emu3_text_model",
     "inkling_mm_model": "inkling_text", "inkling2": "inkling2_text", "inkling2_loop": "inkling2_loop_text",
     "fuyu": "persimmon", "got_ocr2": "qwen2", "moss_transcribe_diarize": "qwen3",
-    "qwen4_exp": "qwen4_exp_text",
+    "qwen4_exp": "qwen4_exp_text", "muse_glimmer": "muse_glimmer_text",
 }  # fmt: skip
 
 

@@ -115,6 +115,17 @@ FILES: dict[str, File] = {
         ("GraniteConfig", {"attention_multiplier": 8**-0.5, "embedding_multiplier": 12.0, "logits_scaling": 48 / 256,
                            "residual_multiplier": 1.4 / 3**0.5}), paired=True,
     ),
+    "muse-glimmer": File(
+        "muse_glimmer",
+        {"attention.sliding_window": 14, "attention.sliding_window_pattern": [True, True, True, False],
+         "final_logit_softcapping": 20.0, "logit_scale": 0.19611613513818404},
+        paired=True,
+        names={
+            "self_attn.gate_proj": "attn_gate", "input_layernorm": "attn_norm",
+            "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+            "post_feedforward_layernorm": "post_ffw_norm",
+        },
+    ),
     "olmo2": File("olmo2"),
     "olmo2-windows": File("olmo3", {"attention.sliding_window": 12}),
     "olmo2-yarn": File(
@@ -388,6 +399,9 @@ def changed(arch: str, config: Any, full: str, tensor: Tensor, file: File) -> It
     """A tensor as the converter writes it, under names that end in weight or bias; some become several."""
     layer = ".".join(full.split(".")[:3])
     blk = f"blk.{full.split('.')[2]}" if full.count(".") > 2 else ""
+    if arch == "muse-glimmer" and full.endswith("self_attn.q_proj.weight"):  # norms of heads without weights
+        yield f"{blk}.attn_q_norm.weight", torch.full((config.head_dim,), config.qk_scale_factor)
+        yield f"{blk}.attn_k_norm.weight", torch.ones(config.head_dim)
     if file.paired and re.search(r"\.[qk]_proj\.", full):
         heads = len(tensor) // (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         yield full, tensor.reshape(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
@@ -396,7 +410,7 @@ def changed(arch: str, config: Any, full: str, tensor: Tensor, file: File) -> It
     elif "query_key_value" in full and arch in ("bloom", "jais"):
         parted = tensor.unflatten(0, (config.num_attention_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
         yield full, parted
-    elif arch == "step35" and full.endswith("norm.weight"):
+    elif (arch == "step35" and full.endswith("norm.weight")) or (arch == "muse-glimmer" and "layernorm" in full):
         yield full, tensor + 1
     elif ".shared_experts." in full and arch == "step35":
         yield f"{blk}.ffn_{full.split('.')[-2].removesuffix('_proj')}_shexp.weight", tensor

@@ -26,6 +26,7 @@ BESIDE = {
             "cross_attention_frequency": 1,
         },
     },
+    "MuseGlimmer": {"image_token_id": 200, "video_token_id": 201},  # of no text: their embeddings are left out
     "Inkling2": {
         "vision_config": {
             "model_type": "inkling2_vision", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,

@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.zoo.small import F, S
 from tests.zoo.small import config as _config
+from tests.zoo.text_parts import seeing
 
 
 def _gemma3_multimodal() -> Any:
@@ -28,6 +29,12 @@ CASES = {
         _config, "CwmConfig", head_dim=16, sliding_window=17, num_hidden_layers=6, eos_token_id=2,
         rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
                          "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    ),
+    "muse_glimmer": partial(seeing, "MuseGlimmer", head_dim=16, num_hidden_layers=4, sliding_window=14, pad_token_id=0),
+    "muse_glimmer-layers": partial(
+        seeing, "MuseGlimmer", head_dim=8, num_key_value_heads=3, sliding_window=10, layer_types=[S, F, S], tied=True,
+        layer_rope_theta=[1e4, 1e4, 0], qk_scale_factor=2.0, output_multiplier=0.7, final_logit_softcapping=3.0,
+        pad_token_id=0,
     ),
     "dory": partial(
         _config, "DoryConfig", head_dim=16, num_hidden_layers=4, sliding_window=17, n_input_layers=1, n_output_layers=1,

@@ -142,6 +142,7 @@ FAMILIES = {
     "modernbert-decoder": "modernbert_decoder",
     "mpt": "mpt",
     "mt5": "t5",
+    "muse_glimmer_text": "muse_glimmer",
     "nanochat": "nanochat",
     "nemotron": "nemotron",
     "nemotron_h": "nemotron_h",

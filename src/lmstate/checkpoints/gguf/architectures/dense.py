@@ -75,6 +75,22 @@ def _command_r(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors
     config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors
 
 
+def _muse_glimmer(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    """Layers without a window know no positions. The factor of queries is in their norm."""
+    layers = config["num_hidden_layers"]
+    kinds = layer_kinds(metadata, prefix, layers)
+    if kinds is None:
+        raise ModelError(f"{metadata.where} does not list which of its {layers} layers have a window; it is damaged")
+    config |= {
+        "layer_types": kinds,
+        "layer_rope_theta": [config["rope_theta"] if kind == "sliding_attention" else 0.0 for kind in kinds],
+        "sliding_window": metadata.int(f"{prefix}.attention.sliding_window", 1),
+        "final_logit_softcapping": metadata.float(f"{prefix}.final_logit_softcapping", 1e-6, default=None),
+        "output_multiplier": metadata.float(f"{prefix}.logit_scale"),
+        "qk_scale_factor": 1.0,
+    }
+
+
 def _olmo(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
     config["clip_qkv"] = metadata.float(f"{prefix}.attention.clamp_kqv", 0.0, default=0.0) or None
 
@@ -163,6 +179,21 @@ DENSE = {
         outside=BIASED_NORM,
         changed=ONE_MORE,
         eps="norm_eps",
+    ),
+    "muse-glimmer": Architecture(
+        "muse_glimmer_text",
+        "MuseGlimmerForConditionalGeneration",
+        {
+            **STANDARD,
+            **HEAD_NORMS,
+            "attn_gate": "self_attn.gate_proj",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        paired=True,
+        extra=_muse_glimmer,
+        changed={"layernorm.weight": "one more"},
     ),
     "olmo": Architecture(
         "olmo", "OlmoForCausalLM", {**ATTENTION, **MLP}, paired=True, extra=_olmo, eps="layer_norm_eps"
