@@ -31,19 +31,43 @@ INLINE const char *key_at(const choose_args *a, int64_t r, int64_t p) {
                      0, a->key_slot * size, p);
 }
 
-/* Keys first..first + RUN of a row, each feature's side by side; zeros behind the last slot. */
-static void transpose(const choose_args *a, int64_t r, int64_t first, float *turned) {
-  const int64_t count = a->slots - first < RUN ? a->slots - first : RUN;
-  const int kind = (int)a->kind;
-  if (count < RUN) memset(turned, 0, (size_t)(a->dim * RUN) * sizeof(float));
-  for (int64_t i = 0; i < count; i++) {
-    const char *key = key_at(a, r, first + i);
-    for (int64_t d = 0; d < a->dim; d += VL) {
-      const int n = a->dim - d < VL ? (int)(a->dim - d) : VL;
-      float part[VL];
-      vf_store(part, n < VL ? load_part(kind, key, d, n) : load(kind, key, d));
-      for (int j = 0; j < n; j++) turned[(d + j) * RUN + i] = part[j];
+/* VL keys, of which `count` are there, each feature's side by side; zeros in the place of the others. What lies `ahead`
+ * bytes from here is asked for. `kind` and `whole` (no key or feature is missing) are constants where this is called. */
+INLINE void transpose_tile(const char *const *keys, int64_t count, int64_t d, int n, int64_t ahead, int whole, int kind,
+                           float *turned) {
+  vf part[VL];
+  UNROLL16 for (int m = 0; m < VL; m++) {
+    if (!whole && m >= count) {
+      part[m] = vf_zero();
+      continue;
     }
+    if (d * size_of(kind) % 64 == 0) prefetch_ahead(kind, keys[m], d, ahead);
+    part[m] = whole || n == VL ? load(kind, keys[m], d) : load_part(kind, keys[m], d, n);
+  }
+  vf_transpose(part);
+  if (whole) UNROLL16 for (int m = 0; m < VL; m++) vf_store(turned + m * RUN, part[m]);
+  else for (int m = 0; m < n; m++) vf_store(turned + m * RUN, part[m]);
+}
+
+INLINE void transpose_kind(const char *const *keys, int64_t count, int64_t dim, int64_t ahead, int kind, float *turned) {
+  for (int64_t i = 0; i < RUN; i += VL)
+    for (int64_t d = 0; d < dim; d += VL) {
+      float *to = turned + d * RUN + i;
+      const int n = dim - d < VL ? (int)(dim - d) : VL;
+      if (i + VL <= count && n == VL) transpose_tile(keys + i, VL, d, n, ahead, 1, kind, to);
+      else transpose_tile(keys + i, count - i, d, n, ahead, 0, kind, to);
+    }
+}
+
+/* Keys first..first + RUN of a row. */
+static void transpose(const choose_args *a, int64_t r, int64_t first, int64_t ahead, float *turned) {
+  const int64_t count = a->slots - first < RUN ? a->slots - first : RUN;
+  const char *keys[RUN];
+  for (int64_t i = 0; i < count; i++) keys[i] = key_at(a, r, first + i);
+  switch (a->kind) {
+    case F32: transpose_kind(keys, count, a->dim, ahead, F32, turned); break;
+    case BF16: transpose_kind(keys, count, a->dim, ahead, BF16, turned); break;
+    default: transpose_kind(keys, count, a->dim, ahead, F16, turned);
   }
 }
 
@@ -157,7 +181,7 @@ static void score_tokens(const choose_args *a, int64_t r, int64_t first, int64_t
   const int64_t each = a->size ? a->heads : 1, left = a->slots - first, count = left < RUN ? left : RUN;
   const char *keys = key_at(a, r, first);
   const int64_t ahead = first + RUN < seen(a, r, a->counts[r] - 1) ? key_at(a, r, first + RUN) - keys : 0;
-  if (!a->size) transpose(a, r, first, turned);
+  if (!a->size) transpose(a, r, first, ahead, turned);
   for (int64_t t = 0; t < a->counts[r]; t++) {
     if (seen(a, r, t) <= first || candidates(a, r, t) <= a->budget) continue;
     const float *q = a->q + r * a->q_row + t * a->q_token;

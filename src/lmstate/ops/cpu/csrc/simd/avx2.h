@@ -9,6 +9,23 @@ INLINE vf vf_set1(float x) { return _mm256_set1_ps(x); }
 INLINE vf vf_load(const float *p) { return _mm256_loadu_ps(p); }
 INLINE void vf_store(float *p, vf x) { _mm256_storeu_ps(p, x); }
 INLINE void vf_stream(float *p, vf x) { _mm256_stream_ps(p, x); } /* past the caches; p is aligned */
+/* Eight vectors of eight lanes: lane j of vector i becomes lane i of vector j. */
+INLINE void vf_transpose(vf *r) {
+  vf t[8], u[8];
+  UNROLL for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+  }
+  UNROLL for (int i = 0; i < 8; i += 4) /* u[i + j]: of four vectors, the lanes j and 4 + j */
+    UNROLL for (int j = 0; j < 2; j++) {
+      u[i + 2 * j] = _mm256_shuffle_ps(t[i + j], t[i + 2 + j], 0x44);
+      u[i + 2 * j + 1] = _mm256_shuffle_ps(t[i + j], t[i + 2 + j], 0xee);
+    }
+  UNROLL for (int j = 0; j < 4; j++) {
+    r[j] = _mm256_permute2f128_ps(u[j], u[4 + j], 0x20);
+    r[4 + j] = _mm256_permute2f128_ps(u[j], u[4 + j], 0x31);
+  }
+}
 INLINE vf vf_load_bf16(const uint16_t *p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
 }

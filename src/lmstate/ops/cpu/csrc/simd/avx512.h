@@ -9,6 +9,37 @@ INLINE vf vf_set1(float x) { return _mm512_set1_ps(x); }
 INLINE vf vf_load(const float *p) { return _mm512_loadu_ps(p); }
 INLINE void vf_store(float *p, vf x) { _mm512_storeu_ps(p, x); }
 INLINE void vf_stream(float *p, vf x) { _mm512_stream_ps(p, x); } /* past the caches; p is aligned */
+/* Sixteen vectors of sixteen lanes: lane j of vector i becomes lane i of vector j. */
+INLINE void transpose16(__m512i *r) {
+  __m512i t[16];
+  UNROLL16 for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  UNROLL16 for (int i = 0; i < 16; i += 4) { /* r[i + j]: of four vectors, the lanes j, 4 + j, 8 + j, 12 + j */
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  UNROLL16 for (int j = 0; j < 4; j++) {
+    const __m512i even[2] = {
+      _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88), _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88)};
+    const __m512i odd[2] = {
+      _mm512_shuffle_i32x4(r[j], r[4 + j], 0xdd), _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xdd)};
+    t[j] = _mm512_shuffle_i32x4(even[0], even[1], 0x88);
+    t[8 + j] = _mm512_shuffle_i32x4(even[0], even[1], 0xdd);
+    t[4 + j] = _mm512_shuffle_i32x4(odd[0], odd[1], 0x88);
+    t[12 + j] = _mm512_shuffle_i32x4(odd[0], odd[1], 0xdd);
+  }
+  UNROLL16 for (int i = 0; i < 16; i++) r[i] = t[i];
+}
+INLINE void vf_transpose(vf *r) {
+  __m512i lanes[16];
+  UNROLL16 for (int i = 0; i < 16; i++) lanes[i] = _mm512_castps_si512(r[i]);
+  transpose16(lanes);
+  UNROLL16 for (int i = 0; i < 16; i++) r[i] = _mm512_castsi512_ps(lanes[i]);
+}
 INLINE vf vf_load_bf16(const uint16_t *p) {
   __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));

@@ -22,32 +22,6 @@ enum { WIDE = 64, ROWS = 6 }; /* sums that are made together: as many as there a
  * machine. */
 int uses_bf16_dot(void);
 
-/* Sixteen vectors of sixteen lanes: lane j of vector i becomes lane i of vector j. */
-INLINE void transpose16(__m512i *r) {
-  __m512i t[16];
-  UNROLL16 for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-  UNROLL16 for (int i = 0; i < 16; i += 4) { /* r[i + j]: of four vectors, the lanes j, 4 + j, 8 + j, 12 + j */
-    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-  UNROLL16 for (int j = 0; j < 4; j++) {
-    const __m512i even[2] = {
-      _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88), _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88)};
-    const __m512i odd[2] = {
-      _mm512_shuffle_i32x4(r[j], r[4 + j], 0xdd), _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xdd)};
-    t[j] = _mm512_shuffle_i32x4(even[0], even[1], 0x88);
-    t[8 + j] = _mm512_shuffle_i32x4(even[0], even[1], 0xdd);
-    t[4 + j] = _mm512_shuffle_i32x4(odd[0], odd[1], 0x88);
-    t[12 + j] = _mm512_shuffle_i32x4(odd[0], odd[1], 0xdd);
-  }
-  UNROLL16 for (int i = 0; i < 16; i++) r[i] = t[i];
-}
-
 /* Sixteen rows of numbers, `stride` numbers apart; `ahead` bytes behind each is what to ask for, if not 0. */
 typedef struct { const uint16_t *first; int64_t stride, ahead; } tile_rows;
 

@@ -8,6 +8,14 @@ INLINE vf vf_zero(void) { return vf_set1(0); }
 INLINE vf vf_load(const float *p) { vf r; memcpy(&r, p, 16); return r; }
 INLINE void vf_store(float *p, vf x) { memcpy(p, &x, 16); }
 INLINE void vf_stream(float *p, vf x) { vf_store(p, x); }
+/* Lane j of vector i becomes lane i of vector j. */
+INLINE void vf_transpose(vf *r) {
+  for (int i = 0; i < VL; i++)
+    for (int j = 0; j < i; j++) {
+      const float x = r[i][j];
+      r[i][j] = r[j][i], r[j][i] = x;
+    }
+}
 INLINE vf vf_load_bf16(const uint16_t *p) {
   vf r = {bf16_to_float(p[0]), bf16_to_float(p[1]), bf16_to_float(p[2]), bf16_to_float(p[3])};
   return r;
