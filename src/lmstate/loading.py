@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lmstate.training.adapter_config import AdapterConfig
     from lmstate.training.lora import LoraConfig
     from lmstate.training.network_adapter import NetworkConfig
+    from lmstate.vision.mmproj import Mmproj
 
 
 def load(
@@ -36,6 +37,7 @@ def load(
     parallel: int = 1,
     parallel_timeout: float = 60.0,
     parallel_mode: Literal["exact", "sum"] = "exact",
+    mmproj: str | os.PathLike[str] | None = None,
 ) -> Model:
     """Load a model by alias ("smollm2"), directory, `.gguf` file or Hub id ("organization/name@revision").
 
@@ -69,6 +71,8 @@ def load(
     process that does not answer ends the model with a `RanksError`. parallel_mode: "sum" adds the products of parts of
     the inputs, which exchanges half as often; its bits are others than those of one process, and so are its snapshots
     and stores.
+    mmproj: the file of the vision tower of a GGUF model (llama.cpp's `mmproj-....gguf`), by path or Hub id: the model
+    takes pictures then. See docs/models.md for the types that are read.
     Raises `ModelError` (a `ValueError`) for a checkpoint that is damaged or not supported, `OSError` for files that are
     missing or cannot be fetched.
     """
@@ -125,9 +129,26 @@ def load(
     model.commit = commit_of(opened.source.path)
     model.folder = opened.source.path if opened.source.path.is_dir() else None
     model._tokenizer = tokenizer
+    if mmproj is not None:
+        model.mmproj = _tower_beside(model, mmproj)
     eos = defaults.get("eos_token_id")
     model.eos_ids = frozenset(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos])
     return model
+
+
+def _tower_beside(model: Model, name: str | os.PathLike[str]) -> Mmproj:
+    """The file of a vision tower that goes with a GGUF model. Raises `ModelError` where it does not."""
+    from lmstate.checkpoints.hub import resolve
+    from lmstate.vision.mmproj import Mmproj
+
+    if model.folder is not None:
+        raise ModelError(f"mmproj={str(name)!r} goes with a .gguf model; that of a folder is in the folder")
+    if not model.has_tokenizer:
+        raise ModelError(f"mmproj={str(name)!r} was asked for, and the model has no tokenizer, which pictures need")
+    opened = Mmproj.open(resolve(name))
+    network = model.network
+    opened.check(network.config.hidden_size, len(network.blocks), network.has_axes, model.tokenizer)
+    return opened
 
 
 def _ranks(parallel: int, timeout: float) -> AbstractContextManager[Callable[[], Ranks] | None]:

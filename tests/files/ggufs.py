@@ -48,7 +48,13 @@ def write(
         writer.add_key_length(wanted["head_dim"])
     writer.add_context_length(256)
     writer.add_layer_norm_rms_eps(wanted["eps"])
-    for name, value in (metadata or {}).items():
+    finish(writer, metadata or {}, llama_tensors() if tensors is None else tensors)
+    return path
+
+
+def finish(writer: gguf.GGUFWriter, metadata: dict[str, Any], tensors: dict) -> None:
+    """Write metadata and tensors, as in `write`, and close the file."""
+    for name, value in metadata.items():
         if isinstance(value, bool):
             writer.add_bool(name, value)
         elif isinstance(value, int):
@@ -62,7 +68,7 @@ def write(
             writer.add_key_value(name, value, types.ARRAY, sub_type=types.UINT64)
         else:
             writer.add_array(name, value)
-    for name, value in (llama_tensors() if tensors is None else tensors).items():
+    for name, value in tensors.items():
         if isinstance(value, tuple):
             writer.add_tensor(name, value[0], raw_dtype=gguf.GGMLQuantizationType[value[1]])
         else:
@@ -71,7 +77,6 @@ def write(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 def floats(*shape: int, seed: int = 0) -> np.ndarray:

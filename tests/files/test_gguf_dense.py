@@ -3,6 +3,7 @@ their logits are those of transformers on the original."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,9 @@ FILES: dict[str, tuple[ARCH, dict[str, Any]]] = {
     "seed_oss": (ARCH.SEED_OSS, {}),
     "seed_oss-biased": (ARCH.SEED_OSS, {}),
 }  # fmt: skip
-PERMUTED = (ARCH.ARCEE, ARCH.MISTRAL3, ARCH.OLMO)
-ONE_MORE = (ARCH.GEMMA, ARCH.NEMOTRON)
+PERMUTED = (ARCH.ARCEE, ARCH.LLAMA, ARCH.MISTRAL3, ARCH.OLMO)
+ONE_MORE = (ARCH.GEMMA, ARCH.GEMMA3, ARCH.NEMOTRON)
+SEEN = ("model.vision", "model.visual.", "model.multi_modal_projector.", "model.connector.")  # of pictures
 
 
 def metadata(arch: ARCH, config: Any, more: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +72,7 @@ def metadata(arch: ARCH, config: Any, more: dict[str, Any]) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", 1e-5),
         "attention.layer_norm_epsilon": eps,
         "context_length": config.max_position_embeddings,
-        "rope.freq_base": config.rope_parameters["rope_theta"],
+        "rope.freq_base": config.rope_parameters.get("rope_theta", 1e6),  # of Gemma 3, which has two
     }
     return {f"{name}.{key}": value for key, value in {**values, **more}.items()}
 
@@ -81,7 +83,7 @@ def halves_to_pairs(tensor: Tensor, heads: int) -> Tensor:
 
 def converted(arch: ARCH, theirs: Any, config: Any) -> dict[str, np.ndarray]:
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    tensors = {name.replace(".language_model", ""): tensor for name, tensor in theirs.state_dict().items()}
+    tensors = {re.sub(r"\.(language|text)_model", "", name): tensor for name, tensor in theirs.state_dict().items()}
     if theirs.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
     if arch is ARCH.STABLELM:
@@ -92,7 +94,7 @@ def converted(arch: ARCH, theirs: Any, config: Any) -> dict[str, np.ndarray]:
             tensors[f"{stem}.weight"] = torch.stack(heads)
     out = {}
     for name, tensor in tensors.items():
-        if name.startswith("model.visual.") or ".act_fn." in name:
+        if name.startswith(SEEN) or ".act_fn." in name:
             continue
         if arch in PERMUTED and name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
             kv = "k_proj" in name

@@ -110,6 +110,7 @@ def generate(
     parallel_mode: options.ParallelMode = options.ParallelModes.exact,
     draft: options.Draft = "auto",
     adapter: options.Adapter = None,
+    mmproj: options.Mmproj = None,
     kv_bits: options.KVBits = None,
     carries: options.Carries = None,
     as_json: Annotated[
@@ -209,8 +210,9 @@ def generate(
     kv = options.kv_storage(kv_bits)
     files = [*map(picture_file, image or ()), *map(sound_file, audio or ())]
     loaded = options.load_model(
-        model, weights, threads, adapter, draft, device, activations, ctx_size, parallel, parallel_mode
-    )
+        model, weights, threads, adapter, draft, device, activations, ctx_size, parallel, parallel_mode,
+        mmproj,
+    )  # fmt: skip
     if source is not None and (loaded.hears or loaded.takes_sounds):
         if params != SamplingParams(max_new_tokens=256) or num_beams > 1 or save_state is not None:
             raise typer.BadParameter(

@@ -13,6 +13,7 @@ def inspect(
     weights: options.Weights = options.WeightKind.auto,
     activations: options.Activations = options.ActivationBits.auto,
     device: options.Device = None,
+    mmproj: options.Mmproj = None,
 ) -> None:
     """Show what a model is made of, and what its state costs; or what a saved conversation holds.
 
@@ -35,7 +36,7 @@ def inspect(
     options.refuse_unknown(model)
     from lmstate.cli.inspect_model import model_rows, read_rows, state_rows, weight_rows
 
-    loaded = options.load_model(model, weights, device=device, activations=activations)
+    loaded = options.load_model(model, weights, device=device, activations=activations, mmproj=mmproj)
     table(model, ("", ""), model_rows(loaded))
     print()
     table(

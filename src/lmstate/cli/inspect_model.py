@@ -38,6 +38,7 @@ def model_rows(model: Model) -> list[tuple[str, str]]:
             f"{str(model.dtype).removeprefix('torch.')} on {told_devices(model.devices, model.network.offloaded)}",
         ),
         ("suggested sampling", _sampling(model)),
+        *([] if model.mmproj is None else [("pictures", str(model.mmproj))]),
         *([] if model.commit is None else [("commit", model.commit)]),
         *(("note", note) for note in model.notes),
     ]

@@ -94,6 +94,14 @@ Adapter = Annotated[
         help="A PEFT adapter to run beside the weights.",
     ),
 ]
+Mmproj = Annotated[
+    str | None,
+    typer.Option(
+        "--mmproj",
+        metavar="FILE",
+        help="The vision tower of a .gguf model, llama.cpp's mmproj file: it sees then.",
+    ),
+]
 ContextSize = Annotated[
     int | None,
     typer.Option(
@@ -225,6 +233,7 @@ def load_model(
     context_size: int | None = None,
     parallel: int = 1,
     parallel_mode: ParallelModes = ParallelModes.exact,
+    mmproj: str | None = None,
 ) -> Model:
     """The model by its name; what takes long (download, conversion, a long prompt) reports its own progress."""
     import lmstate
@@ -235,7 +244,7 @@ def load_model(
     model = lmstate.load(
         name, weights=weights.value, adapter=adapter, device=device, heads=draft == "heads" or published_head(draft),
         activations=activations.bits, context_size=context_size, parallel=parallel,
-        parallel_mode=parallel_mode.value,
+        parallel_mode=parallel_mode.value, mmproj=mmproj,
     )  # fmt: skip
     model.on_part = PromptProgress()
     return model

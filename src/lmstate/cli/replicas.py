@@ -53,6 +53,7 @@ def replicated(model: str, replicas: int, address: str | None, how: EngineOption
             weights=how.weights.value,
             activations=how.activations.bits,
             adapter=None if how.adapter is None else str(how.adapter),
+            mmproj=how.mmproj,
             context_size=how.context_size,
             device=how.device,
             parallel=how.parallel,

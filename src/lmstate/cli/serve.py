@@ -140,6 +140,7 @@ def serve(
     weights: options.Weights = options.WeightKind.auto,
     activations: options.Activations = options.ActivationBits.auto,
     adapter: options.Adapter = None,
+    mmproj: options.Mmproj = None,
     kv_bits: options.KVBits = None,
     carries: options.Carries = None,
     ctx_size: options.ContextSize = None,
@@ -170,8 +171,8 @@ def serve(
     adapters = read_adapters(lora or ())
     names = [*(models or ()), *(models_in(models_dir) if models_dir is not None else ())] or [options.DEFAULT_MODEL]
     one = len(names) == 1 and models_dir is None
-    if not one and (adapter is not None or adapters):
-        raise typer.BadParameter("--adapter and --lora go with one model")
+    if not one and (adapter is not None or adapters or mmproj is not None):
+        raise typer.BadParameter("--adapter, --lora and --mmproj go with one model")
     for name in names:
         options.refuse_unknown(name, threads, draft)
     check_address(host, port)
@@ -237,6 +238,7 @@ def serve(
             queue,
             max_itl,
             stall,
+            mmproj,
         )
         if clustered:
             ending.enter_context(leaves_on_sigterm())  # Ray and the server have handlers of their own later

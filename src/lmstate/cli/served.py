@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from lmstate.serve.answer.pool import ModelSource
     from lmstate.training import AdaptedModel
 
-LATER_PART = re.compile(r"-(?!0*1-of)\d+-of-\d+\.gguf$")  # of a file that is split: its first part stands for all
+# Files that are part of another model: all but the first of one that is split, and vision towers.
+BESIDE = re.compile(r"-(?!0*1-of)\d+-of-\d+\.gguf$|mmproj")
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class EngineOptions:
     queue: int
     max_itl: float | None
     stall: float | None
+    mmproj: str | None = None
 
     def load(self, name: str) -> Model:
         loaded = options.load_model(
@@ -57,6 +59,7 @@ class EngineOptions:
             self.context_size,
             self.parallel,
             self.parallel_mode,
+            self.mmproj,
         )
         loaded.on_part = None  # of many requests at a time no single one is followed
         return loaded
@@ -86,7 +89,7 @@ def models_in(folder: Path) -> list[str]:
         str(path)
         for path in sorted(folder.iterdir())
         if (path.is_dir() and (path / "config.json").is_file())
-        or (path.suffix == ".gguf" and path.is_file() and not LATER_PART.search(path.name))
+        or (path.suffix == ".gguf" and path.is_file() and not BESIDE.search(path.name))
     ]
     if not found:
         raise FileNotFoundError(f"{folder} holds no model: no .gguf file, and no folder with a config.json")

@@ -146,7 +146,7 @@ class FrontReplica:
             RayChannel(handle) if rank < told.replicas else SpareChannel(handle, f"{ENGINE}{rank}", running)
             for rank, handle in enumerate(self._handles)
         ]
-        files = await asyncio.to_thread(FrontFiles.of, told.model)
+        files = await asyncio.to_thread(FrontFiles.of, told.model, told.mmproj)
         cluster = await asyncio.to_thread(Cluster, channels, files, told.store, least=told.replicas)
         refuse_sources(cluster.front.model)
         return create_app(cluster.front, settings)

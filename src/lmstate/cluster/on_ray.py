@@ -28,7 +28,7 @@ class RayReplicas(Cluster):
         """`keep`: the replicas go on when it is closed."""
         self._ray, self._apps, self._keep = ray, [f"{name}-{rank}" for rank in range(replicas)], keep
         channels = run_replicas(spec, self._apps)
-        super().__init__(channels, FrontFiles.of(spec.model), spec.store)
+        super().__init__(channels, FrontFiles.of(spec.model, spec.mmproj), spec.store)
 
     def close(self) -> None:
         super().close()

@@ -19,6 +19,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights: str = "auto"
     activations: int | str = "auto"
     adapter: str | None = None
+    mmproj: str | None = None
     context_size: int | None = None
     device: str | None = None
     parallel: int = 1
@@ -46,6 +47,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         from lmstate.engine.tiers import check_store
 
         check_name(self.model)
+        if self.mmproj is not None:
+            check_name(self.mmproj)
         as_bytes(self.memory)
         Pace.bounded(self.max_itl, self.stall)
         if self.parallel < 1 or self.threads < 1:
@@ -85,6 +88,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             parallel=self.parallel,
             parallel_mode=self.parallel_mode,
             adapter=self.adapter,
+            mmproj=self.mmproj,
             context_size=self.context_size,
             **options,
         )

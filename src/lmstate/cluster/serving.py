@@ -43,6 +43,7 @@ from lmstate.state import Snapshot
 from lmstate.state.validate import token_ids
 from lmstate.text.replay import Replay
 from lmstate.text.tokenizer import Tokenizer
+from lmstate.vision.mmproj import Mmproj
 from lmstate.vision.reader import PicturePrompt
 
 Found = TypeVar("Found")
@@ -53,19 +54,25 @@ PATIENCE = 120.0  # seconds that a request waits for Ray to replace the last rep
 
 @dataclass(frozen=True)
 class FrontFiles:
-    """The part of a checkpoint that a front reads: its tokenizer, if it has one, and its folder, for pictures."""
+    """The part of a checkpoint that a front reads: its tokenizer, if it has one, and its folder, for pictures.
+
+    `mmproj`: the vision tower of a GGUF model.
+    """
 
     tokenizer: Tokenizer | None = None
     folder: Path | None = None
+    mmproj: Mmproj | None = None
 
     @staticmethod
-    def of(name: str) -> FrontFiles:
+    def of(name: str, mmproj: str | None = None) -> FrontFiles:
         """Of the checkpoint of this name, as `lmstate.load` takes it. Raises as that does."""
+        from lmstate.checkpoints.hub import resolve
         from lmstate.checkpoints.open import open_checkpoint
 
         opened, tokenizer, _ = open_checkpoint(name, progress=False)
         path = opened.source.path
-        return FrontFiles(tokenizer, path if path.is_dir() else None)
+        tower = None if mmproj is None else Mmproj.open(resolve(mmproj))
+        return FrontFiles(tokenizer, path if path.is_dir() else None, tower)
 
 
 @dataclass
@@ -84,6 +91,7 @@ class RemoteModel(CheckpointReaders):
     defaults: dict[str, Any]
     _tokenizer: Tokenizer | None
     folder: Path | None = None
+    mmproj: Mmproj | None = None
     name: str = ""
 
     @staticmethod
@@ -101,6 +109,7 @@ class RemoteModel(CheckpointReaders):
             facts.defaults,
             files.tokenizer,
             files.folder,
+            files.mmproj,
         )
 
 

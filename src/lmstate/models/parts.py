@@ -24,6 +24,7 @@ from lmstate.text.replay import Replay
 
 if TYPE_CHECKING:
     from lmstate.text.tokenizer import Tokenizer
+    from lmstate.vision.mmproj import Mmproj
     from lmstate.vision.reader import PicturePrompt
 
 
@@ -39,6 +40,7 @@ class ModelParts(CheckpointReaders):
     defaults: dict[str, Any] = field(default_factory=dict)  # sampling that the checkpoint's makers suggest
     notes: tuple[str, ...] = ()  # what was guessed of the checkpoint, and what is held in another storage than its own
     folder: Path | None = None  # of the checkpoint, where it is one
+    mmproj: Mmproj | None = None  # the file of a vision tower, of a GGUF model
     commit: str | None = None  # of the Hub's repository that it comes from
     _tokenizer: Tokenizer | None = None
     _fingerprint: str | None = None

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lmstate.audio.listener import Listener
     from lmstate.models.config import ModelConfig
     from lmstate.text.tokenizer import Tokenizer
+    from lmstate.vision.mmproj import Mmproj
     from lmstate.vision.reader import PictureReader
 
 OPENING = Lock()  # held while a vision tower or a feature extractor is loaded: requests may come together
@@ -35,6 +36,7 @@ class CheckpointReaders:
             ...
 
     folder: Path | None  # of the checkpoint, where it is one
+    mmproj: Mmproj | None  # the file of a vision tower, of a GGUF model
     name: str
     _tokenizer: Tokenizer | None
     _pictures: PictureReader | None = None
@@ -72,6 +74,8 @@ class CheckpointReaders:
         """Whether it takes pictures, as far as its files tell without reading the vision tower."""
         from lmstate.vision.tower import has_tower
 
+        if self.mmproj is not None:
+            return self.mmproj.can_open
         return self.folder is not None and has_tower(self.folder)
 
     @property
@@ -87,9 +91,15 @@ class CheckpointReaders:
 
         with OPENING:
             if self._pictures is None:
-                if self.folder is None:
-                    raise UnsupportedError("pictures are read by models of checkpoint folders that lmstate.load opened")
-                self._pictures = open_reader(self.folder, self.tokenizer, self.device)
+                if self.mmproj is not None:
+                    self._pictures = self.mmproj.reader(self.tokenizer, self.device)
+                elif self.folder is None:
+                    raise UnsupportedError(
+                        "pictures are read by models of checkpoint folders that lmstate.load opened, and by GGUF "
+                        "models with the file of their vision tower: load(..., mmproj=...), --mmproj"
+                    )
+                else:
+                    self._pictures = open_reader(self.folder, self.tokenizer, self.device)
             return self._pictures
 
     def listener(self) -> Listener:

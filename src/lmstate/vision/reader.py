@@ -84,7 +84,11 @@ class PictureReader:
     @staticmethod
     def open(path: Path, tokenizer: Tokenizer, device: Any = "cpu") -> PictureReader:
         """Raises what `Tower.open` does, and `ModelError` where transformers cannot read the processor's files."""
-        tower = Tower.open(path, device)
+        return PictureReader.beside(Tower.open(path, device), path, tokenizer)
+
+    @staticmethod
+    def beside(tower: Tower, path: Path, tokenizer: Tokenizer) -> PictureReader:
+        """The reader of a tower, with the processor whose files are in a folder. Raises `ModelError` without them."""
         from transformers import AutoImageProcessor, AutoProcessor
 
         untiled = tower.family in UNTILED

@@ -47,6 +47,11 @@ class Tower:
         `lmstate[vision]`; `ModelError` where weights are missing.
         """
         whole, config = load_tower(path, "pictures", FAMILIES)
+        return Tower.of(whole, config, device)
+
+    @staticmethod
+    def of(whole: Any, config: Any, device: torch.device | str) -> Tower:
+        """The tower in transformers' model, which loses its other parts."""
         seeing = whole.base_model
         for name in ("language_model", "text_model", "audio_tower"):
             if name in dict(seeing.named_children()):
@@ -117,7 +122,7 @@ def load_tower(path: Path, what: str, families: Collection[str]) -> tuple[Any, A
         raise UnsupportedError(f"{path} is not a checkpoint folder; lmstate reads the towers of folders alone")
     _refuse_family(family_of(path), what, families)
     try:
-        from transformers import AutoConfig, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
+        from transformers import AutoConfig
     except ImportError as error:
         raise UnsupportedError(
             f"{what} need transformers and pillow: pip install 'lmstate[vision]', or 'lmstate[audio]' for sounds alone"
@@ -127,22 +132,34 @@ def load_tower(path: Path, what: str, families: Collection[str]) -> tuple[Any, A
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ModelError(f"transformers cannot read the config of {path}: {str(error)[:200]}") from error
     _refuse_family(config.model_type, what, families)
-    _without_text(config)
+    without_text(config)
+    return load_weights(config, str(path)), config
+
+
+def load_weights(config: Any, path: str, weights: dict[str, Tensor] | None = None, unused: tuple[str, ...] = ()) -> Any:
+    """transformers' model of a config, in float32, with the tower's weights of a folder, or with those given.
+
+    unused: beginnings of names that may be missing beside the text model's. Raises `ModelError` where others are.
+    """
+    from transformers import AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
+
     try:
         with _quiet():
             tables: tuple[Any, ...] = (AutoModelForMultimodalLM, AutoModelForSeq2SeqLM)
             table = next((each for each in tables if type(config) in each._model_mapping), tables[0])
-            loaded: Any = table.from_pretrained(
-                path, config=config, dtype=torch.float32, local_files_only=True, trust_remote_code=False,
-                use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True,
+            given: Any = table if weights is None else table._model_mapping[type(config)]
+            loaded: Any = given.from_pretrained(
+                path if weights is None else None, config=config, dtype=torch.float32, local_files_only=True,
+                trust_remote_code=False, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True,
+                **({} if weights is None else {"state_dict": weights}),
             )  # fmt: skip
     except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
         raise ModelError(f"transformers cannot load the tower of {path}: {str(error)[:200]}") from error
     whole, report = loaded
     named = [*report["missing_keys"], *(str(each[0]) for each in report["mismatched_keys"])]
-    if bad := sorted(name for name in named if not name.startswith(TEXT)):
+    if bad := sorted(name for name in named if not name.startswith((*TEXT, *unused))):
         raise ModelError(f"{path} lacks {len(bad)} tensors of its tower, or has them of other shapes: {bad[0]}")
-    return whole, config
+    return whole
 
 
 def has_tower(path: Path) -> bool:
@@ -175,7 +192,7 @@ def _refuse_family(family: str, what: str, families: Collection[str]) -> None:
         raise UnsupportedError(f"pictures of a {family} model need {needed}: pip install {needed}")
 
 
-def _without_text(config: Any) -> None:
+def without_text(config: Any) -> None:
     """Have transformers make no text model: one of no layers and no words."""
     text = config.text_config
     text.layer_types = []

@@ -150,6 +150,11 @@ ARCHITECTURES = {
 def architecture(metadata: Config) -> tuple[str, Architecture]:
     """The prefix of the architecture's metadata keys, and its entry in the table."""
     name = metadata.str("general.architecture")
+    if name == "clip":
+        raise ModelError(
+            f"{metadata.where} is the vision tower of another file, its text model: load that, with mmproj (--mmproj) "
+            f"and this file"
+        )
     if name not in ARCHITECTURES:
         raise ModelError(
             f"{metadata.where} is a model of architecture {name[:80]!r}, which lmstate cannot read from GGUF; "
@@ -202,6 +207,9 @@ def config_of(contents: GgufContents, rope_factors: dict[str, list[float]], wher
         config["rope_scaling"] = scaling
         if "original_max_position_embeddings" in scaling:
             config["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    if sections := metadata.ints(f"{prefix}.rope.dimension_sections", default=()):
+        # Pairs of features that each axis of a position turns; GGUF has room for four axes.
+        config["rope_scaling"] = {"rope_type": "default", **(scaling or {}), "mrope_section": list(sections[:3])}
     for key in ("bos", "eos"):
         config[f"{key}_token_id"] = special_id(metadata, key, vocab)
     if arch.extra is not None:

@@ -38,6 +38,7 @@ def chat(
     ] = False,
     draft: options.Draft = "auto",
     adapter: options.Adapter = None,
+    mmproj: options.Mmproj = None,
     kv_bits: options.KVBits = None,
     carries: options.Carries = None,
     stats: Annotated[
@@ -63,8 +64,9 @@ def chat(
     sampling = options.SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     kv = options.kv_storage(kv_bits)
     loaded = options.load_model(
-        model, weights, threads, adapter, draft, device, activations, ctx_size, parallel, parallel_mode
-    )
+        model, weights, threads, adapter, draft, device, activations, ctx_size, parallel, parallel_mode,
+        mmproj,
+    )  # fmt: skip
     if not loaded.tokenizer.has_chat_template:
         raise ValueError(f"{model} has no chat template; use `lmstate generate {model} --raw` to go on with a text")
     typed_in = sys.stdin.isatty()
