@@ -203,7 +203,7 @@ STRETCHED = {"llama-dynamic", "llama-longrope", "phi3-longrope", "phimoe-longrop
 def test_every_family_gives_the_same_bits_however_it_is_cut_and_beside_others(case: str, policy: str) -> None:
     model = ours(case)
     assert not model.network.dynamic_ropes or case in STRETCHED
-    if policy == "int8" and case in GROWING:
+    if policy == "int8" and case in GROWING and not case.startswith("glm5_next"):
         pytest.skip("its states have no 8-bit form")
     ids, keys = text(12 if case in STRETCHED else 70), POLICIES[policy]
     whole, _ = fed(model, ids, [len(ids)], kv=keys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ LAYER = 3
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv": kv.Quantized(8)}, "in floats alone"),
         ({"kv": kv.Recent(40)}, "none can be forgotten"),
         ({"static": True, "capacity": 100}, "in floats alone"),
     ],
@@ -35,6 +35,24 @@ LAYER = 3
 def test_storages_that_such_a_layer_has_not_are_refused(case: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(lmstate.UnsupportedError, match=message):
         ours(case).new_state(**options)
+
+
+def test_keys_and_values_are_chosen_as_floats() -> None:
+    with pytest.raises(lmstate.UnsupportedError, match="in floats alone"):
+        ours("qwen4_exp").new_state(kv=kv.Quantized(8))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_latents_may_be_quantized(bits: int) -> None:
+    """The choice is of keys in floats. What is expanded follows it in short steps, and takes all in a prompt."""
+    model, ids = ours("glm5_next"), text(90)[0].tolist()
+    exact = model([ids], model.new_state(), logits="all")
+    state = model.new_state(kv=kv.Quantized(bits))
+    whole = model([ids], state, logits="all")
+    assert 0 < (whole - exact).abs().max() < 0.3 * exact.std()
+    again = model.new_state(kv=kv.Quantized(bits))
+    parts = [model([ids[start:stop]], again, logits="all") for start, stop in pairwise((0, 40, 41, 42, 45, 90))]
+    assert torch.equal(torch.cat(parts, dim=1), whole)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -32,6 +32,8 @@ def group_of(dim: int, bits: int, most: int = GROUP) -> int:
 
     Raises ValueError for a width that no bytes are filled with.
     """
+    if not dim:  # rope keys of layers that know no positions
+        return 1
     for parts in range(1, dim + 1):
         if dim % parts == 0 and dim // parts <= most and dim // parts * bits % 8 == 0:
             return dim // parts
@@ -59,7 +61,8 @@ def encode(x: Tensor, bits: int, most: int = GROUP) -> tuple[Tensor, Tensor]:
 
 def decode(codes: Tensor, scales: Tensor, bits: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Decode codes and scales of `encode` -> `[..., D]`."""
-    groups = _numbers(codes.unflatten(-1, (scales.shape[-1], -1)), bits)
+    count = scales.shape[-1]
+    groups = _numbers(codes.unflatten(-1, (count, codes.shape[-1] // max(count, 1))), bits)
     return (groups * scales[..., None].float()).flatten(-2).to(dtype)
 
 
@@ -108,7 +111,7 @@ def unpacked(codes: Tensor, bits: int) -> Tensor:
 
 def hadamard(x: Tensor) -> Tensor:
     """x `[..., D]` times a Hadamard matrix, its own inverse; in blocks where D is not a power of two. float32."""
-    matrix = hadamard_matrix(x.shape[-1] & -x.shape[-1], x.device)
+    matrix = hadamard_matrix(max(1, x.shape[-1] & -x.shape[-1]), x.device)
     return (x.float().unflatten(-1, (-1, len(matrix))) @ matrix).flatten(-2)
 
 

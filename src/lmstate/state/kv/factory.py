@@ -140,7 +140,10 @@ def pooled_index_state(
 
 
 def pooled_latent_state(layout: Layout, latent_dim: int, rope_dim: int, pooling: Pooling) -> PooledIndexState:
-    """The same over latents whose rope keys do not rotate."""
+    """The same over latents whose rope keys do not rotate; they may be quantized."""
+    policy = layout.kv
+    if isinstance(policy, Quantized):
+        return PooledIndexState(layout, QuantizedLatentState(layout, policy, latent_dim, rope_dim), pooling)
     layout = _gathered(layout)
     return PooledIndexState(layout, LatentState(layout, latent_dim, rope_dim), pooling)
 

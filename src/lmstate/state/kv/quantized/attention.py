@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from lmstate import ops
 from lmstate.ops.attention.attend_latent import attend_latent
 from lmstate.ops.attention.attend_quantized import WHOLE, attend_quantized
-from lmstate.ops.attention.choose import attend_chosen
+from lmstate.ops.attention.choose import attend_chosen, gather_positions
 from lmstate.ops.types import kv_format
 from lmstate.ops.types.block_table import Stored, dense
 from lmstate.state.gradients import refused, wanted
@@ -98,8 +98,12 @@ class QuantizedLatentState(LatentState):
 
     def _transformed(self, step: Step) -> tuple[Tensor, Tensor]:
         end = max(step.ends, default=0) if self.window is None else None  # of a window a ring
+        return self._expanded(lambda held: dense(held)[:, 0, :end])
+
+    def _expanded(self, read: Callable[[Stored], Tensor]) -> tuple[Tensor, Tensor]:
+        """Latents and rope keys `[R, N, ...]` in the layout's dtype, of the parts that `read` takes of each buffer."""
         names = ("latent", "latent.scale", "rope", "rope.scale")
-        codes, scales, rope_codes, rope_scales = (dense(self.stored(name))[:, 0, :end] for name in names)
+        codes, scales, rope_codes, rope_scales = (read(self.stored(name)) for name in names)
         latent = kv_format.decode(codes, scales, self.bits, self.layout.dtype)
         return latent, kv_format.decode(rope_codes, rope_scales, self.bits, self.layout.dtype)
 
@@ -118,7 +122,13 @@ class QuantizedLatentState(LatentState):
         self, q_latent: Tensor, q_rope: Tensor, chosen: Tensor, step: Step, *, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
         q_latent, q_rope = kv_format.hadamard(q_latent), kv_format.hadamard(q_rope)
-        latent, rope_key = (part[:, None] for part in self._transformed(step))
+        count = chosen.shape[1] * chosen.shape[2]
+        if count < max(step.ends, default=0):  # what is expanded follows what is chosen
+            expanded = self._expanded(lambda held: gather_positions(held, chosen.flatten(1)))
+            chosen = torch.arange(count, device=chosen.device).view(chosen.shape[1:]).where(chosen >= 0, -1)
+        else:
+            expanded = self._transformed(step)
+        latent, rope_key = (part[:, None] for part in expanded)
         seen = kv_format.hadamard(attend_chosen(q_latent, q_rope, latent, rope_key, chosen, scale=scale, sinks=sinks))
         return refused(seen, LOSS) if self._lost or wanted(q_latent, q_rope) else seen
 
