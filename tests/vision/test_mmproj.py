@@ -25,6 +25,7 @@ from lmstate.vision.mmproj import Mmproj
 from tests.files import ggufs
 from tests.files.test_gguf_dense import converted, halves_to_pairs, metadata
 from tests.serve.byte_tokenizer import END, START
+from tests.serve.byte_tokenizer import TEMPLATE as PLAIN  # which knows no pictures, as those of LLaVA and InternVL
 from tests.vision.test_encode import TEMPLATE, png, said
 from tests.vision.test_parity import IMAGE, config, pictures
 from tests.zoo import randomize
@@ -231,7 +232,7 @@ def written(family: str, folder: Path) -> tuple[Any, Path, Path]:
         "tokenizer.ggml.token_type": [1] * 257 + [3] * (len(tokens) - 257),
         "tokenizer.ggml.merges": ["a b"],
         "tokenizer.ggml.eos_token_id": 258,
-        "tokenizer.chat_template": TEMPLATE.replace("<image>", mark),
+        "tokenizer.chat_template": PLAIN if family in ("internvl", "llava") else TEMPLATE.replace("<image>", mark),
     }
     path = folder / "text.gguf"
     ggufs.finish(gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch]), values, converted(arch, theirs, text))
@@ -321,6 +322,18 @@ def test_a_damaged_tower_is_refused_at_the_first_picture(
     model = lmstate.load(path, mmproj=write_mmproj(tmp_path / "wrong.gguf", "llava", theirs, folder, **changed))
     with pytest.raises(lmstate.ModelError, match=said_so):
         model.encode(said(png(20, 20)))
+
+
+def test_a_template_that_knows_no_pictures(llava: tuple[Any, Path, Path, Path]) -> None:
+    _, path, mmproj, _ = llava
+    model = lmstate.load(path, mmproj=mmproj)
+    messages = [*said("an <image>", png(20, 20), "then?"), {"role": "assistant", "content": "yes"}, *said("and?")]
+    prompt = model.encode(messages)
+    assert prompt.tokens.count(model.tokenizer.id_of("<image>")) == 16
+    assert model.tokenizer.decode(prompt.tokens, skip_special_tokens=False) == (
+        f"{START}user\nan <image>\n{'<image>' * 16}\nthen?{END}\n{START}assistant\nyes{END}\n{START}user\nand?{END}\n"
+        f"{START}assistant\n"
+    )
 
 
 def test_files_that_are_no_tower(llava: tuple[Any, Path, Path, Path], tmp_path: Path) -> None:

@@ -182,13 +182,16 @@ class PicturedTexts:
     def chat_text(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
         """As `Tokenizer.chat_text`, of messages as `named` gives them, with all pictures or the first ones.
 
-        Raises `ModelError` where the template leaves out a picture.
+        A template that knows no pictures gets each message as one text, with a line for each picture. Raises
+        `ModelError` where a template leaves out a picture.
         """
         names = [part.get("sha256") for part in chain.from_iterable(map(_parts, messages)) if _is_picture(part)]
         if names != self._names[: len(names)]:
             raise ModelError("the pictures of the conversation stand in another order")
-        text = self._reader.tokenizer.chat_text(messages, add_generation_prompt, **variables)
         mark, expected = self._reader.mark, len(names)
+        if expected and mark not in (self._reader.tokenizer.template_source or mark):
+            messages = [_as_text(message, mark) for message in messages]
+        text = self._reader.tokenizer.chat_text(messages, add_generation_prompt, **variables)
         if (count := text.count(mark)) != expected:
             raise ModelError(
                 f"the chat template has {count} places {mark!r} for {expected} pictures: it takes none in some "
@@ -231,6 +234,16 @@ def _name(part: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(file := part.get(part["type"]), bytes | bytearray | memoryview):
         raise StateError(f"a picture or a sound is {file!r:.80}; give the bytes of a file")
     return picture_part(name_of(file), part["type"])
+
+
+def _as_text(message: Message, mark: str) -> dict[str, Any]:
+    """A message whose parts are lines of one text: `mark` for a picture."""
+    if isinstance(message.get("content"), str):
+        return dict(message)
+    lines = [mark if _is_picture(part) else part.get("text") for part in _parts(message)]
+    if not all(isinstance(line, str) for line in lines):
+        raise ModelError("the chat template knows texts alone, and a message has parts of another kind")
+    return {**message, "content": "\n".join(lines)}
 
 
 def name_of(picture: bytes | bytearray | memoryview) -> str:
