@@ -20,7 +20,10 @@ from tests.zoo import randomize
 
 CUTS = (0, 30, 31, 32, 37, 50, 51, 60)  # a prompt past every window, single tokens, several at once
 RUN = [name for name in TYPES if name not in (*OUTSIDE, *REFUSED)]
-SUITE = ("dory", "dots3_note_text", "glm_moe_dsa", "minimax_m3_vl_text", "qwen4_exp_text", "roberta", "zaya")
+SUITE = (
+    "dory", "dots3_note_text", "glm_moe_dsa", "inkling2_loop_text", "minimax_m3_vl_text", "qwen4_exp_text", "roberta",
+    "zaya",
+)  # fmt: skip
 
 
 def made(name: str) -> Any:
