@@ -68,7 +68,7 @@ class LanguageModel(DescribedModel, Protocol):
         ...
 
     def follow(self, tokens: Any, state: State, most: int) -> tuple[list[list[int]], Tensor] | None:
-        """Extend the state by one token of a row, or none, and the likeliest ones behind it, `most` in all: pending.
+        """Extend the state by one token of a row, or none, and the likeliest ones after it, `most` in all: pending.
 
         Returns what each row read and logits float32 `[rows, T, V]`; None where that is not faster, and nothing
         happened.

@@ -58,7 +58,7 @@ class Listener:
         return read_wav(data, self.rate)
 
     def features(self, samples: Tensor) -> SourceFeatures:
-        """Those of 1 to `window` samples, float32 `[N]`, with silence behind them. Raises `StateError` for others."""
+        """Those of 1 to `window` samples, float32 `[N]`, with silence after them. Raises `StateError` for others."""
         if not isinstance(samples, Tensor) or samples.ndim != 1 or not samples.is_floating_point():
             raise StateError(f"samples of a sound are {samples!r:.80}; they are float32 [N]")
         if not 0 < len(samples) <= self.window:
@@ -71,7 +71,7 @@ class Listener:
     def frames(self, samples: Tensor) -> Tensor:
         """The frames of a sound of any length, float32 `[N, F]`: `source_at` makes sources of them.
 
-        Those of a short one have silence behind them, as in `features`.
+        Those of a short one have silence after them, as in `features`.
         """
         return self._frames(samples) if len(samples) <= self.window else self._frames(samples, padding=False)
 

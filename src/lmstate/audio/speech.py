@@ -24,7 +24,7 @@ START = "<|startoftranscript|>"
 
 @dataclass(frozen=True)
 class SpeechTokens:
-    """The ids of all but words. `first_time`: of 0.00 seconds; each id behind it is one step later.
+    """The ids of all but words. `first_time`: of 0.00 seconds; each id after it is one step later.
 
     `languages` and `tasks`: by name ("en", "transcribe"); empty in a model of English alone. `never`: ids that never
     come in an answer; `never_first`: that do not begin one. `latest_start`: steps that the first time may be at.
@@ -189,7 +189,7 @@ def pieces_of(speech: SpeechTokens, tokens: Sequence[int], steps: int) -> tuple[
     """
     timed = [speech.is_time(token) for token in tokens]
     cuts = [at for at in range(1, len(tokens)) if timed[at - 1] and timed[at]]
-    alone = timed[-2:] == [False, True]  # nothing is said behind the last time
+    alone = timed[-2:] == [False, True]  # nothing is said after the last time
     if not cuts:
         last = next((token for token in reversed(tokens) if speech.is_time(token)), speech.first_time)
         end = steps if last == speech.first_time else last - speech.first_time

@@ -21,7 +21,7 @@ BEFORE_TEXT = "<asr_text>"  # Qwen3-ASR: "language English<asr_text>...", unless
 class TranscriptRequest:
     """A conversation, with `SOUND` where the sound is, and the text that its answer begins with.
 
-    `token`: behind that text, which the tokenizer must have. `language`: the code of what is said, if it was given.
+    `token`: after that text, which the tokenizer must have. `language`: the code of what is said, if it was given.
     """
 
     messages: list[dict[str, Any]]

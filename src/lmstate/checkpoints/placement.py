@@ -13,7 +13,7 @@ from lmstate.errors import ModelError
 
 Devices: TypeAlias = str | int | torch.device | Sequence[str | torch.device] | Mapping[str | torch.device, int]
 """One device, several, several with their numbers of blocks, or "auto"; a string may hold each of these: "cuda:0",
-"cuda:0,cuda:1", "cuda:0=20,cpu=12", "auto". With numbers of blocks, "offload" behind a GPU names blocks of that GPU
+"cuda:0,cuda:1", "cuda:0=20,cpu=12", "auto". With numbers of blocks, "offload" after a GPU names blocks of that GPU
 whose weights are in host memory."""
 
 OFFLOAD = "offload"
@@ -23,7 +23,7 @@ RESERVED = 0.1  # of the free memory of a GPU: activations and workspaces of its
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of the parts of a model: those before its blocks, of each block with its state, and those behind."""
+    """Bytes of the parts of a model: those before its blocks, of each block with its state, and those after."""
 
     before: int
     blocks: Sequence[int]
@@ -164,7 +164,7 @@ def _automatic() -> DevicePlacement:
 
 
 def _cuts(blocks: int, reads: Sequence[int | None]) -> list[int]:
-    """The blocks with which a device may begin, but for the first: none behind them reads one in front of them."""
+    """The blocks with which a device may begin, but for the first: none after them reads one in front of them."""
     spans = [(read, at) for at, read in enumerate(reads) if read is not None]
     return [cut for cut in range(1, blocks) if not any(read < cut <= at for read, at in spans)]
 
@@ -229,6 +229,6 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def runs_of(devices: Sequence[torch.device]) -> list[tuple[torch.device, int, int]]:
-    """Runs of blocks on one device: device, first block, and the one behind the last."""
+    """Runs of blocks on one device: device, first block, and the one after the last."""
     bounds = [0, *(at for at in range(1, len(devices)) if devices[at] != devices[at - 1]), len(devices)]
     return [(devices[first], first, stop) for first, stop in pairwise(bounds) if first < stop]

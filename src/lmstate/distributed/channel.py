@@ -1,4 +1,4 @@
-"""Messages between rank 0 and a follower: JSON behind its length, over a socket pair."""
+"""Messages between rank 0 and a follower: JSON after its length, over a socket pair."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ class PrefixReuse:
 def _of_text(stored: Snapshot, length: int, prompt: PicturePrompt) -> Snapshot:
     """A snapshot of the store, which has numbers where pictures stand, with the tokens and pictures of a text.
 
-    They agree in the first `length`; those of the store behind them are to be rewound, and any stand for them.
+    They agree in the first `length`; those of the store after them are to be rewound, and any stand for them.
     """
     count = len(stored.tokens)
     tokens = (*prompt.tokens[:count], *[0] * (count - len(prompt.tokens)))

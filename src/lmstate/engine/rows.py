@@ -119,7 +119,7 @@ class RowPool(Generic[Owner]):
     def follow(
         self, tokens: Mapping[Owner, Sequence[int]], most: int
     ) -> tuple[dict[Owner, list[int]], Tensor] | None:  # fmt: skip
-        """Have each of these owners' rows read its token and the likeliest ones behind it, at most `most`: pending.
+        """Have each of these owners' rows read its token and the likeliest ones after it, at most `most`: pending.
 
         Returns what each read, and logits as `step` does; None where the model does no such thing.
         """

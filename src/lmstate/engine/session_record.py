@@ -70,7 +70,7 @@ class Record:
         return PicturePrompt(list(self.tokens), tuple(self.media))
 
     def followed_by(self, prompt: PicturePrompt) -> PicturePrompt:
-        """The tokens with those of a prompt behind them."""
+        """The tokens with those of a prompt after them."""
         behind = (MediaSpan(len(self.tokens) + span.at, span.media) for span in prompt.media)
         return PicturePrompt([*self.tokens, *prompt.tokens], (*self.media, *behind), prompt.seconds)
 

@@ -1,7 +1,7 @@
 """Beam search over forks of a state's rows: the hypotheses and scores are those of transformers' `generate`.
 
 Each hypothesis is a row of the state, and `State.select` forks the rows that go on and drops the others. The rows of
-the prompts stay at the front, so that a search that ends early leaves the state behind its prompts. At the end each row
+the prompts stay at the front, so that a search that ends early leaves the state after its prompts. At the end each row
 holds its prompt and the best answer, as after `Generation`.
 """
 
@@ -140,7 +140,7 @@ class BeamSearch:
 
     Each step gives an empty piece, and the last one the best text of each row. Its arguments and errors are those of
     `Generation`; parameters that a search does not follow raise ValueError, a static state `UnsupportedError`. An
-    exception, and an iterator that is closed early, leave the state behind its prompts.
+    exception, and an iterator that is closed early, leave the state after its prompts.
     """
 
     def __init__(

@@ -111,7 +111,7 @@ def _remembered(
 
 
 def align(state: State, prompt: PicturePrompt) -> list[int]:
-    """Rewind row 0 to the longest beginning that it shares with a prompt, and announce the pictures behind it.
+    """Rewind row 0 to the longest beginning that it shares with a prompt, and announce the pictures after it.
 
     Returns the tokens that are to be fed after it.
     """

@@ -75,5 +75,5 @@ class ConversationTranscription:
         return self._words(answer, False)[0]
 
     def _words(self, answer: str, whole: bool) -> tuple[str, str | None]:
-        asked = self.language is not None  # then the answer begins behind it
+        asked = self.language is not None  # then the answer begins after it
         return transcript_of(self._reader.tower.family, self._reader.processor, answer, asked, whole)

@@ -86,7 +86,7 @@ def with_source(
 ) -> tuple[State, list[list[int]], bool]:
     """A state whose rows are conditioned on their sources, the prompt of each row, and whether there is a single one.
 
-    A prompt begins the answer, behind the model's own first token; None: nothing. Raises
+    A prompt begins the answer, after the model's own first token; None: nothing. Raises
     `UnsupportedError` for a model without an encoder.
     """
     sources, prompts, single = read_sources(model, source, prompt)

@@ -37,7 +37,7 @@ class Block:
     mlp_post_norm: Norm | None = None
     scale: float = 1.0  # of what each part adds to the stream
     parallel: bool = False  # both parts read the same input
-    output_hook: Callable[[Tensor, Step], Tensor] | None = None  # applied to the stream behind both, `[R, T, E]`
+    output_hook: Callable[[Tensor, Step], Tensor] | None = None  # applied to the stream after both, `[R, T, E]`
     device: torch.device | None = None  # where it lies, in a model over several devices
     offload: Offload[Any] | None = None  # of a block whose weights are in host memory: what brings them to `device`
 
@@ -97,7 +97,7 @@ def at_hand(block: Block, compute: Callable[[Block], Result]) -> Result:
 
 
 def adding(block: Block, index: int) -> Block:
-    """A block behind which the pictures of a step add to the stream, as they do behind that of this number."""
+    """A block after which the pictures of a step add to the stream, as they do after that of this number."""
 
     def hook(x: Tensor, step: Step) -> Tensor:
         own = x if block.output_hook is None else block.output_hook(x, step)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Divergence(NamedTuple):
-    """`relative`: the largest difference behind a sublayer, as a part of the root mean square of what the first model
+    """`relative`: the largest difference after a sublayer, as a part of the root mean square of what the first model
     has there."""
 
     name: str
@@ -22,7 +22,7 @@ class Divergence(NamedTuple):
 
 
 def divergences(model: Model, other: Model, tokens: Sequence[int]) -> list[Divergence]:
-    """The divergence behind every sublayer that both models have, in the order in which they run: names as
+    """The divergence after every sublayer that both models have, in the order in which they run: names as
     `Model.trace` gives them.
 
     Raises ValueError for models whose streams or logits have other sizes.

@@ -23,7 +23,7 @@ EMBED_CHUNK = 512  # tokens that are read in one go
 
 
 class HiddenModel(LanguageModel, Protocol):
-    """A language model that gives the stream behind its last block."""
+    """A language model that gives the stream after its last block."""
 
     @property
     def norm(self) -> Norm:

@@ -19,7 +19,7 @@ Keep = Sequence[int] | None
 """Numbers of the last tokens of each row that a part's stream is needed of; None: of all, padding included."""
 
 Run = Callable[[Tensor, Step, State, Keep], Tensor]
-"""Tokens int64 `[R, t]` of one part of a step, on the host -> the stream behind the blocks, float32 `[R, t, E]`; where
+"""Tokens int64 `[R, t]` of one part of a step, on the host -> the stream after the blocks, float32 `[R, t, E]`; where
 some are kept only those, as `ops.last_tokens` gives them."""
 
 Head = Callable[[Tensor, Tensor | None], Tensor]
@@ -33,7 +33,7 @@ class Forward:
     run: Run
     head: Head | None  # None: hidden states are what is wanted
     features: int
-    output: torch.device  # of the stream behind the blocks, and of logits
+    output: torch.device  # of the stream after the blocks, and of logits
     on_part: Callable[[int, int], None] | None
     give_way: Callable[[], None]  # see `giving_way`
 
@@ -108,7 +108,7 @@ class Forward:
         return out
 
     def _kept(self, ids: list[list[int]], step: Step, state: State, keep: Sequence[int]) -> Tensor:
-        """Features of the last `keep[r]` tokens of each row, `[R, max(keep), features]`, zero behind them."""
+        """Features of the last `keep[r]` tokens of each row, `[R, max(keep), features]`, zero after them."""
         most = max(keep)
         pieces: list[Tensor] = []  # hidden at the next of `places`
         places: list[int] = []  # among the R * most of the result

@@ -5,7 +5,7 @@ and how layers store what they remember. It runs the blocks' own code on stand-i
 blocks by tables of addresses, and carries from tensors that never move, which each step fills (`StepBuffers`). So a
 replay launches the kernels of an eager step, and gives its bits.
 
-A graph may also hold several steps of one token, each of which reads the likeliest token behind the step before it.
+A graph may also hold several steps of one token, each of which reads the likeliest token after the step before it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Key(NamedTuple):
     width: int
     entries: int
     kinds: tuple[Hashable, ...]
-    follows: bool = False  # whether each token but the first is the likeliest one behind the token before it
+    follows: bool = False  # whether each token but the first is the likeliest one after the token before it
 
 
 class StepGraphs:
@@ -110,7 +110,7 @@ class StepGraphs:
     def run(
         self, tokens: Tensor, step: Step, layers: Sequence[LayerState], keep: Sequence[int] | None
     ) -> Tensor | None:
-        """The stream behind the blocks of a step, as `Network.stream` gives it; None where no graph runs it."""
+        """The stream after the blocks of a step, as `Network.stream` gives it; None where no graph runs it."""
         x = self._run(tokens, step, layers, False)
         return x if x is None or keep is None else ops.last_tokens(x, step.counts, keep)
 
@@ -255,7 +255,7 @@ class StepGraph:
         self._replay, (self.out, self.inputs) = record(forward, self.network.device)
 
     def run(self, tokens: Tensor, step: Step, leaves: Sequence[LayerState], scans: Scans) -> Tensor:
-        """The stream behind the blocks, float32 `[R, T, E]`, or logits where tokens follow; recurrent layers are told
+        """The stream after the blocks, float32 `[R, T, E]`, or logits where tokens follow; recurrent layers are told
         what was scanned."""
         assert self._replay is not None
         self.fill(tokens, step, leaves, scans)

@@ -102,7 +102,7 @@ class Model(ModelStates):
         start: int = 0,
         inputs: Tensor | None = None,
     ) -> Tensor:
-        """Features without the head: the stream behind the last block, float32 `[rows, T, E]`, zero at padding.
+        """Features without the head: the stream after the last block, float32 `[rows, T, E]`, zero at padding.
 
         tokens, state, commit, errors: as of a call. `model.logits(hidden)` gives the logits; `lmstate.ops.norm(hidden,
         model.norm)` what transformers calls the last hidden state.
@@ -307,7 +307,7 @@ class Model(ModelStates):
 
     @ordinary_tensors
     def follow(self, tokens: Tokens, state: State, most: int) -> tuple[list[list[int]], Tensor] | None:
-        """Extend the state by a token of each row, or none, and by the likeliest tokens behind it, in one go.
+        """Extend the state by a token of each row, or none, and by the likeliest tokens after it, in one go.
 
         Returns the tokens that each row read, T of them, at most `most`, and logits float32 `[rows, T, V]`: those of
         calls with one token after another, bit for bit. They await the verdict of `state.commit`, as a draft does. None

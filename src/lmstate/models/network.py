@@ -1,4 +1,4 @@
-"""The computation of a model with its weights: tokens -> the stream behind the blocks -> logits."""
+"""The computation of a model with its weights: tokens -> the stream after the blocks -> logits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Network:
     head_bias: Tensor | None = None
     entry: EmbeddingHook | None = None
     exit: OutputHook | None = None
-    heads: tuple[DraftHead, ...] = ()  # that draft; a state has a layer for each behind the blocks'
+    heads: tuple[DraftHead, ...] = ()  # that draft; a state has a layer for each after the blocks'
     encoder: Encoder | None = None  # of the source that the tokens read, see `State.condition`
     opening: LearnedOpening | None = None  # learned positions in front of every row
 
@@ -131,7 +131,7 @@ class Network:
         return [at_hand(block, keys_values) for block in self.blocks]
 
     def blocks_of(self, step: Step) -> Sequence[Block]:
-        """The blocks as they run in a step: behind the first ones, with what pictures add to the stream there; where
+        """The blocks as they run in a step: after the first ones, with what pictures add to the stream there; where
         it has learned positions, with their keys and values."""
         if not step.media:
             return self.blocks
@@ -160,7 +160,7 @@ class Network:
         state: PlanOwner | None = None,
         keep: Keep = None,
     ) -> Tensor:
-        """Run the blocks over a step: tokens int64 `[R, T]` -> the stream behind them, float32 `[R, T, E]`.
+        """Run the blocks over a step: tokens int64 `[R, T]` -> the stream after them, float32 `[R, T, E]`.
 
         Eagerly, unless `state`, whose layers these are, keeps the plan. keep: see `Run`.
         """
@@ -189,7 +189,7 @@ class Network:
         layers: Sequence[LayerState],
         tapped: Sequence[Tensor] = (),
     ) -> None:
-        """Have the heads read a step, where the state has layers of theirs: `stream` `[R, T, E]` behind the blocks."""
+        """Have the heads read a step, where the state has layers of theirs: `stream` `[R, T, E]` after the blocks."""
         if caches := layers[len(self.blocks) :]:
             on = self.output_device
             read(self.heads, self.norm, stream, tokens.to(on), step.on(on), caches, [each.to(on) for each in tapped])

@@ -13,7 +13,7 @@ from lmstate.models.network import Network
 
 
 def spread(network: Network, devices: Sequence[torch.device]) -> Network:
-    """The network with each block on its device, all before them with the first, and all behind them with the last.
+    """The network with each block on its device, all before them with the first, and all after them with the last.
 
     A weight that parts on several devices share (a tied embedding, a block that several layers use) is copied to each.
     """

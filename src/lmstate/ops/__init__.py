@@ -1,7 +1,7 @@
 """Pure functions on tensors: the computations of layers. Each has a reference in torch and, if it pays, faster bodies.
 
 Conventions. Shapes: R rows, T new tokens, H heads, D their width, S slots. Steps are ragged: `counts` int64 `[R]` says
-how many of a row's T tokens are real; those behind them are padding, whose content is never read, which leaves carries
+how many of a row's T tokens are real; those after them are padding, whose content is never read, which leaves carries
 and stored keys alone, and whose outputs are finite. A carry is float32, returned as a new tensor and not
 written; with a float64 one all is computed in float64, which is how references check gradients and the native bodies.
 `lmstate.ops.cpu` checks shapes, dtypes and layouts before it calls C, which trusts its pointers.

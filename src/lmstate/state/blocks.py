@@ -140,7 +140,7 @@ class BlockSpec:
     def written(self, pool: BlockPool, start: int, tensors: Mapping[str, Tensor]) -> list[KVBlock]:
         """New blocks of tensors `[*heads, n, D]`, one for each buffer, of the positions from `start` on.
 
-        Zeros are before them in the first block, and behind them in the last. Raises `CapacityError` of the pool.
+        Zeros are before them in the first block, and after them in the last. Raises `CapacityError` of the pool.
         """
         whole = [tensors[name] for name in self.buffers]
         stop = start + whole[0].shape[-2]

@@ -118,7 +118,7 @@ class HeldRows:
         return list(own.source) if isinstance(own.source, tuple) else own.source
 
     def media(self, row: int) -> tuple[MediaSpan, ...]:
-        """The pictures of a row and where they stand, in order. Those placed behind its last token are to come."""
+        """The pictures of a row and where they stand, in order. Those placed after its last token are to come."""
         _, own = self._row(row)
         return self._shown(own)
 

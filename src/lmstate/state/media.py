@@ -28,9 +28,9 @@ class Media:
     Made by `Media.of`. A value: nothing changes its tensors, and states, forks and snapshots share them. `hash` is the
     SHA-256 of all of it, so that two of the same hash are the same to a model. `token` is the id that is at each of
     its positions. `embeddings` float32 `[N, E]` are as they enter the first block; None where they were let go. In
-    `[N, (1 + D) E]` the others are added to the stream behind the first D blocks (DeepStack, 2406.04334).
+    `[N, (1 + D) E]` the others are added to the stream after the first D blocks (DeepStack, 2406.04334).
     `positions` int64 `[3, N]` are those of the rope's axes (time, height, width), counted from its first token; None
-    where a picture has positions as a text has. `text` are the ids of tokens behind its embeddings that are one piece
+    where a picture has positions as a text has. `text` are the ids of tokens after its embeddings that are one piece
     with it (PaliGemma's question): they are among its `count` positions, and have embeddings of their own.
     """
 
@@ -66,7 +66,7 @@ class Media:
 
     @cached_property
     def extent(self) -> int:
-        """Number of positions that the text behind it stands farther on for it."""
+        """Number of positions that the text after it stands farther on for it."""
         return self.count if self.positions is None else int(self.positions.max()) + 1
 
     @cached_property
@@ -95,7 +95,7 @@ class MediaSpan:
 
     @property
     def end(self) -> int:
-        """The position behind its last one."""
+        """The position after its last one."""
         return self.at + self.media.count
 
 
@@ -134,7 +134,7 @@ def overlaid(x: Tensor, media: Sequence[Spans], starts: Sequence[int], ends: Seq
 
 
 def depth(media: Sequence[Spans], starts: Sequence[int], ends: Sequence[int], width: int) -> int:
-    """Number of the first blocks behind which pictures of a step add to a stream as wide as `width`."""
+    """Number of the first blocks after which pictures of a step add to a stream as wide as `width`."""
     widths = (
         span.media.embeddings.shape[-1] // width - 1
         for spans, start, stop in zip(media, starts, ends)
@@ -145,7 +145,7 @@ def depth(media: Sequence[Spans], starts: Sequence[int], ends: Sequence[int], wi
 
 
 def deepened(x: Tensor, media: Sequence[Spans], starts: Sequence[int], ends: Sequence[int], block: int) -> Tensor:
-    """The stream x `[R, T, E]` behind a block, with what pictures add to it there."""
+    """The stream x `[R, T, E]` after a block, with what pictures add to it there."""
     out, width = x, x.shape[-1]
     for row, (spans, start, stop) in enumerate(zip(media, starts, ends)):
         for span in within(spans, start, stop):

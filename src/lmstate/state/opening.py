@@ -29,7 +29,7 @@ class RowOpening:
         return row._replace(ids=ids, length=len(ids), media=media)
 
     def behind(self, spans: Spans) -> Spans:
-        """The pictures behind it, as the caller counts."""
+        """The pictures after it, as the caller counts."""
         return _moved(spans[1:], -self.count)
 
 

@@ -35,7 +35,7 @@ class Row(NamedTuple):
     """A sequence as of now; a change of it is another `Row`."""
 
     ids: list[int]
-    """The ids of its tokens, `length` of them; those behind count for nothing, and the next ones take their places."""
+    """The ids of its tokens, `length` of them; those after count for nothing, and the next ones take their places."""
     length: int = 0
     cached: int = 0  # how many of the tokens the layers have seen; the rest is computed by the next call
     frequency_key: int = 0  # of the ropes that rotated the cached keys, see State
@@ -43,7 +43,7 @@ class Row(NamedTuple):
     logits: Tensor | None = None  # [V] after the last token, as a text of this length, or the expected one, has them
     marks: tuple[Mark, ...] = ()
     source: Source | None = None  # what it is conditioned on
-    media: Spans = ()  # its pictures, in order; those behind its last token are still to come
+    media: Spans = ()  # its pictures, in order; those after its last token are still to come
     removed: bool = False  # its number is free for the next one that is added
 
     @staticmethod
@@ -64,7 +64,7 @@ class Row(NamedTuple):
         return self._replace(ids=self.tokens)
 
     def extended(self, ids: Sequence[int]) -> Row:
-        """With more tokens, behind the present ones in the same list: only one such row can come to be."""
+        """With more tokens, after the present ones in the same list: only one such row can come to be."""
         del self.ids[self.length :]
         self.ids.extend(ids)
         return self._replace(length=self.length + len(ids))

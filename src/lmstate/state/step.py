@@ -78,7 +78,7 @@ class Step:
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int, int], ...]:
-        """Row, first new position and the one behind the last, of each row that has new tokens."""
+        """Row, first new position and the one after the last, of each row that has new tokens."""
         return tuple((r, start, start + n) for r, (start, n) in enumerate(zip(self.starts, self.counts)) if n)
 
     @cached_property
@@ -116,7 +116,7 @@ class Step:
 
     @cached_property
     def pictures(self) -> tuple[tuple[int, int, int], ...]:
-        """Row, first position and the one behind the last, of each picture that has positions in the step."""
+        """Row, first position and the one after the last, of each picture that has positions in the step."""
         ends = self.ends
         return tuple(
             (row, span.at, span.end)
@@ -176,7 +176,7 @@ class Step:
     def chunks(self) -> Iterator[tuple[int, Step]]:
         """The step cut into steps of at most `chunk` tokens a row: (offset of the part's first token, part).
 
-        With `whole_pictures` a cut that would part a picture of some row comes before it, or behind it where the part
+        With `whole_pictures` a cut that would part a picture of some row comes before it, or after it where the part
         would have no tokens.
         """
         if self.width <= self.chunk:

@@ -158,7 +158,7 @@ class SteppedRows(HeldRows):
         self._device.result = DeviceResult(tokens, counts, logits)
 
     def in_layers(self) -> tuple[list[int], tuple[Spans, ...]]:
-        """Length and pictures of each row as its layers count: behind what was learned in front of it."""
+        """Length and pictures of each row as its layers count: after what was learned in front of it."""
         return [row.length for row in self._rows], tuple(map(self._behind, self._rows))
 
     def static_tensors(self) -> list[Tensor]:
@@ -267,7 +267,7 @@ class SteppedRows(HeldRows):
         return step
 
     def _behind(self, row: Row) -> Spans:
-        """The pictures of a row behind what was learned in front."""
+        """The pictures of a row after what was learned in front."""
         return row.media[bool(self._ahead) :]
 
     def _read_device_step(self) -> None:

@@ -15,7 +15,7 @@ from jinja2.utils import Namespace
 
 MOST_TEXT, MOST_STEPS = 2**24, 2 * 10**6
 WIDEST_FIELD = 1000  # characters of a number or a text that a format pads
-MOST_DIGITS = 100  # behind the point, of a number that is rounded
+MOST_DIGITS = 100  # after the point, of a number that is rounded
 MOST_CHARACTERS = 2**27
 """Characters and bytes that one render may create, those that are thrown away included."""
 SECONDS = 10.0
@@ -189,7 +189,7 @@ def check_product(left: Any, right: Any) -> None:
 
 def check_format(text: str, arguments: Sequence[Any]) -> None:
     """Check a text that is a format: a width (`%99999999d`, `{:99999999}`) allocates as much in each field."""
-    # Widths of `%` are before and behind a point, those of `{}` behind a colon; both may be arguments (`*`, `{:{}}`).
+    # Widths of `%` are before and after a point, those of `{}` after a colon; both may be arguments (`*`, `{:{}}`).
     widths = re.findall(r"%(?:\([^)]*\))?[#0 +-]*(\d*)\.?(\d*)|\{[^{}:]*:[^{}\d]*(\d*)\.?(\d*)", text)
     inside = re.search(r"%[^%a-zA-Z]*\*", text) or re.search(r"\{[^{}:]*:[^{}]*\{", text.replace("{{", ""))
     given = [value for value in arguments if isinstance(value, int)] if inside else []

@@ -278,7 +278,7 @@ class TextStream:
         return piece
 
     def follow(self, tokens: Iterable[int]) -> None:
-        """Go on behind these tokens. Their text is not returned, but for an unfinished character at their end."""
+        """Go on after these tokens. Their text is not returned, but for an unfinished character at their end."""
         for token in tokens:
             self.push(token)
         self._given = self._decode(self._window).rstrip(BROKEN)
@@ -287,7 +287,7 @@ class TextStream:
         """Return the text still held back, as it is if no more tokens come: broken characters are U+FFFD."""
         text = self._decode(self._window)
         piece = self._give(text)
-        # Any further text goes on behind whole characters.
+        # Any further text goes on after whole characters.
         self._window = [] if text.endswith(BROKEN) else self._window[-self._fresh :]
         self._given, self._fresh = self._decode(self._window), 0
         return piece

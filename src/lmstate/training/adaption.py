@@ -21,7 +21,7 @@ from lmstate.training.adapter import PREFIX
 from lmstate.training.network_adapter import NetworkConfig
 
 MOST_TOKENS = 2**16
-# The attention of a family in transformers; whether PEFT adds a prompt's output behind the output projection.
+# The attention of a family in transformers; whether PEFT adds a prompt's output after the output projection.
 MODULES = {
     "llama": ("model.layers.{}.self_attn", False), "mistral": ("model.layers.{}.self_attn", False),
     "gpt2": ("transformer.h.{}.attn", True),

@@ -72,7 +72,7 @@ class FineTuning:
     """A training of `model` on `documents`, whose checkpoints, log and result are in `folder`.
 
     `run` makes the steps that are still to make. Where `resume` is set and the folder has a checkpoint, these begin
-    behind it, and give the same bits as if there had been no interruption. Raises `ModelError` for a folder with a
+    after it, and give the same bits as if there had been no interruption. Raises `ModelError` for a folder with a
     checkpoint that is not to be resumed, or that is of other settings, documents or parameters.
     """
 
@@ -242,7 +242,7 @@ class FineTuning:
         self.step = step
 
     def _cut_log(self) -> None:
-        """Forget the reports of steps behind the checkpoint, which are made again."""
+        """Forget the reports of steps after the checkpoint, which are made again."""
         log = self.folder / LOG
         if log.exists():
             lines = log.read_text("utf-8", errors="replace").splitlines(True)

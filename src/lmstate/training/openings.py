@@ -24,7 +24,7 @@ from lmstate.training.network_adapter import NetworkConfig
 
 MOST_POSITIONS = 2**16
 TENSOR = "prompt_embeddings"
-# Families whose embedding is scaled as it is looked up: what is learned comes behind that, elsewhere in front of it.
+# Families whose embedding is scaled as it is looked up: what is learned comes after that, elsewhere in front of it.
 SCALED_WORDS = ("gemma", "gemma2", "gemma3_text", "vaultgemma", "minicpm3", "biogpt", "xglm")
 
 

@@ -97,7 +97,7 @@ def grids(inputs: Inputs, config: Any) -> Iterator[Tile]:
 
 
 def sized(inputs: Inputs, config: Any) -> Iterator[Tile]:
-    """Pixels `[pictures, 3, H, W]`, padded behind each picture's own height and width (Pixtral)."""
+    """Pixels `[pictures, 3, H, W]`, padded after each picture's own height and width (Pixtral)."""
     pixels, sizes = _given(inputs, "pixel_values", 4), _given(inputs, "image_sizes", 2)
     for picture, size in zip(pixels, sizes, strict=True):
         height, width = size.tolist()
@@ -105,7 +105,7 @@ def sized(inputs: Inputs, config: Any) -> Iterator[Tile]:
 
 
 def tiled(inputs: Inputs, config: Any) -> Iterator[Tile]:
-    """Pixels `[pictures, tiles, 3, H, W]`, padded behind each picture's own tiles (LLaVA-NeXT).
+    """Pixels `[pictures, tiles, 3, H, W]`, padded after each picture's own tiles (LLaVA-NeXT).
 
     A picture is one here: the tower puts its tiles together.
     """
@@ -155,7 +155,7 @@ def visual_indicators(seeing: Any, config: Any) -> dict[int, Tensor]:
 
 
 def hard_tokens(seeing: Any, config: Any) -> dict[int, Tensor]:
-    """Embeddings `[1, E]` of the ids behind the text's own, by id: pictures and sounds have some each (Gemma 3n)."""
+    """Embeddings `[1, E]` of the ids after the text's own, by id: pictures and sounds have some each (Gemma 3n)."""
     found = {}
     for part in (seeing.embed_vision, seeing.embed_audio):
         ids = torch.arange(part.vocab_offset, part.vocab_offset + part.vocab_size, device=part.embedding.weight.device)
@@ -240,7 +240,7 @@ WRITERS: dict[str, Callable[[Any, Inputs, int], str]] = {"idefics2": bounded, "m
 OPTIONS: dict[str, dict[str, Any]] = {"lfm2_vl": {"use_image_special_tokens": True}}
 # Whose pictures are one piece with all of the prompt, which they begin.
 PREFIXED = frozenset({"paligemma"})
-# Changes of a text behind the places of all pictures.
+# Changes of a text after the places of all pictures.
 TIDIED: dict[str, Callable[[Any, str], str]] = {"idefics2": between_bounds}
 # Whose pictures are one tile each, and are in a text as one run of places and nothing else.
 UNTILED = frozenset(name for name, tiles in FAMILIES.items() if tiles in (grids, tiled)) | {

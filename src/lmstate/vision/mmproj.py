@@ -25,7 +25,7 @@ from lmstate.vision.projectors import PROJECTORS, Described, Projector, TowerSiz
 from lmstate.vision.reader import PictureReader
 from lmstate.vision.tower import TEXT, Tower, load_weights, without_text
 
-# Beginnings of the names of tensors that may be left over: a token that the text has itself, a norm behind the block
+# Beginnings of the names of tensors that may be left over: a token that the text has itself, a norm after the block
 # that LLaVA takes, and what is of sounds.
 BESIDE = ("v.token_embd.img_break", "v.post_ln.", "mm.a.")
 NUMBER = re.compile(r"\.(\d+)\.")

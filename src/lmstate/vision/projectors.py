@@ -165,7 +165,7 @@ def _qwen2_5(sizes: TowerSizes) -> Described:
 
 
 def deepened_blocks(fields: Config, blocks: int) -> list[int]:
-    """The blocks behind which Qwen3-VL takes embeddings that go to the text model's first blocks."""
+    """The blocks after which Qwen3-VL takes embeddings that go to the text model's first blocks."""
     name = "clip.vision.is_deepstack_layers"
     flags = fields.get(name) or [False] * blocks
     if not isinstance(flags, list) or len(flags) != blocks or not all(isinstance(flag, bool) for flag in flags):

@@ -46,7 +46,7 @@ class PicturePrompt:
     source: Source | None = None
 
     def place(self, state: State, row: int = 0) -> None:
-        """Announce its pictures behind the tokens of a row, which `tokens` are then fed to; with its source, if any."""
+        """Announce its pictures after the tokens of a row, which `tokens` are then fed to; with its source, if any."""
         if self.source is not None:
             state.condition(row, self.source)
         start = state.lengths[row]

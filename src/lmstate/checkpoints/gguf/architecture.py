@@ -35,7 +35,7 @@ EXPERTS = {  # [experts, N, K] in GGUF, one matrix per expert under the Hugging 
     "ffn_up_exps": "mlp.experts.{expert}.up_proj",
     "ffn_down_exps": "mlp.experts.{expert}.down_proj",
 }
-NEXTN = {  # a multi-token prediction head, in a block behind the last layer
+NEXTN = {  # a multi-token prediction head, in a block after the last layer
     "nextn.eh_proj": "eh_proj",
     "nextn.enorm": "enorm",
     "nextn.hnorm": "hnorm",
@@ -166,7 +166,7 @@ class TensorLocation:
 def layer_kinds(metadata: Config, prefix: str, layers: int, blocks: int = 0) -> list[str] | None:
     """Each layer's kind, where the file lists which of them have a window; None where it has no list.
 
-    A list may be of all `blocks`, of which heads for multi-token prediction come behind the layers. Raises `ModelError`
+    A list may be of all `blocks`, of which heads for multi-token prediction come after the layers. Raises `ModelError`
     for a list of another length, or of other things than flags.
     """
     name = f"{prefix}.attention.sliding_window_pattern"

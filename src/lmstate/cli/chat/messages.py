@@ -18,7 +18,7 @@ SHOWN = {"image": "[picture]", "audio": "[sound]"}
 
 
 def question_of(text: str, files: Sequence[bytes]) -> Message:
-    """A message of the user: its pictures and sounds, and the text behind them."""
+    """A message of the user: its pictures and sounds, and the text after them."""
     if not files:
         return {"role": "user", "content": text}
     parts = list(map(file_part, files))

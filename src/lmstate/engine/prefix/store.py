@@ -330,7 +330,7 @@ class PrefixStore(CountedTrees):
 
     def learn(self, found: Iterable[tuple[str, Entry]]) -> None:
         """Have these entries of the tier found, as far as they hang on something."""
-        # The parent of a run begins before it, but may end behind it: a run that this one leaves on the way.
+        # The parent of a run begins before it, but may end after it: a run that this one leaves on the way.
         for key, entry in sorted(found, key=lambda pair: (pair[1].start, pair[1].kind != "run")):
             node, matched = walk(self._root((entry.frequency_key, entry.salt)), entry.tokens)
             end = len(entry.tokens)

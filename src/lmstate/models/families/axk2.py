@@ -1,4 +1,4 @@
-"""A.X-K2: the latent attention to chosen positions of DeepSeek-V3.2, with gates on its outputs, behind gated norms.
+"""A.X-K2: the latent attention to chosen positions of DeepSeek-V3.2, with gates on its outputs, after gated norms.
 
 x = embed(tokens)
 x = x + attention(gated norm(x))

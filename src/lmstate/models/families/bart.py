@@ -126,7 +126,7 @@ class Stack:
         return self.block(Identity(), self.feed_forward(layer), f"{layer}.final_layer_norm", last)
 
     def final_norm(self) -> Norm:
-        """The norm behind the last block."""
+        """The norm after the last block."""
         return self.norm("layer_norm" if self.norms_first else f"layers.{self.shape.layers - 1}.final_layer_norm")
 
     def positions(self) -> LearnedPositions:

@@ -95,7 +95,7 @@ def build(w: WeightLoader) -> Model:
 
 
 def _kinds(config: Config, layers: int) -> tuple[str, ...]:
-    """Each layer's kind; the pattern starts again behind the dense layers, which have one of their own."""
+    """Each layer's kind; the pattern starts again after the dense layers, which have one of their own."""
     kinds = config.strs("layer_types", layers, (F, S), default=None)
     if kinds is not None:
         return kinds

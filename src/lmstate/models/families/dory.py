@@ -198,7 +198,7 @@ def _paired(config: Config) -> Config:
 
 
 def _order(config: Config, layers: int) -> tuple[Sequence[int], set[int], int]:
-    """The layer at each place of the stack, the places where loops start, and the one behind the last loop."""
+    """The layer at each place of the stack, the places where loops start, and the one after the last loop."""
     before, after = (config.int(f"n_{part}_layers", low=1, high=layers) for part in ("input", "output"))
     middle = layers - before - after
     if middle < 1 or config.int("n_recurrent_layers", default=middle) != middle:

@@ -5,7 +5,7 @@ x = x + attention(norm(x))
 x = x + sum over chosen e: g_e * expert_e(y) + shared(y)    # y = norm(x); some layers: an MLP
 logits = head(norm(x))
 
-The text part of ERNIE 4.5 VL keeps the experts of pictures behind those of texts, and a router of their own.
+The text part of ERNIE 4.5 VL keeps the experts of pictures after those of texts, and a router of their own.
 """
 
 from __future__ import annotations

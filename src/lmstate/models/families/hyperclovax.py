@@ -1,4 +1,4 @@
-"""HyperCLOVA X SEED Think (NAVER): Granite's scaled parts, with a norm behind each of them too.
+"""HyperCLOVA X SEED Think (NAVER): Granite's scaled parts, with a norm after each of them too.
 
 x = embed(tokens) * embedding_multiplier
 x = x + post_norm1(attention(norm(x))) * residual_multiplier

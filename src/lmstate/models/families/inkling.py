@@ -1,4 +1,4 @@
-"""Inkling (Thinking Machines): attention by content and distance, and short convolutions behind every part.
+"""Inkling (Thinking Machines): attention by content and distance, and short convolutions after every part.
 
 x = norm(embed(tokens))
 x = x + conv(attention(norm(x)))                            # keys and values convolved; a score by distance

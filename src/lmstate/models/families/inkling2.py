@@ -121,7 +121,7 @@ PUBLISHED = (
     (r"\.mlp\.gate\.bias$", ".mlp.gate.e_score_correction_bias"),
     (r"\.experts\.w2_weight$", ".experts.down_proj"),
 )
-QUERY_OF_NEXT = re.compile(r"^model\.attn_res\.attn_queries\.(\d{1,4})$")  # of the layer behind the one of its number
+QUERY_OF_NEXT = re.compile(r"^model\.attn_res\.attn_queries\.(\d{1,4})$")  # of the layer after the one of its number
 MESSAGE_QUERIES = ("model.middle_cycle_cross_pass_queries", "model.middle_cycle_cross_pass_kv_queries")
 """In published files: of the queries and the experts of each layer, and of its keys and its values."""
 FURTHER_PASSES = ("*_message_gate.*", "model.message_input.query", *MESSAGE_QUERIES)

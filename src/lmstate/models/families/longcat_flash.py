@@ -34,7 +34,7 @@ DEFAULTS: b.Defaults = {"longcat_flash": {**b.EPS, "zero_expert_num": 256}}
 
 @dataclass(frozen=True, eq=False)
 class AttentionAndMLP:
-    """An attention and the MLP behind it, with the norm before each."""
+    """An attention and the MLP after it, with the norm before each."""
 
     attention: MultiHeadLatentAttention
     mlp: MLP
@@ -46,7 +46,7 @@ class AttentionAndMLP:
 class Shortcut:
     """A whole layer: two sublayers, and experts that read what the first one's MLP reads and are added at the end.
 
-    Its input is the stream itself, to which all parts add; so it is in a block without norms or a part behind it.
+    Its input is the stream itself, to which all parts add; so it is in a block without norms or a part after it.
     """
 
     first: AttentionAndMLP

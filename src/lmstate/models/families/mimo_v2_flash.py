@@ -42,7 +42,7 @@ F, S = "full_attention", "sliding_attention"
 class NarrowValues(Attention):
     """Attention whose values have `value_dim` features, fewer than the keys, and are multiplied by `value_scale`.
 
-    They are stored as wide as keys, with zeros behind them.
+    They are stored as wide as keys, with zeros after them.
     """
 
     value_dim: int = 0

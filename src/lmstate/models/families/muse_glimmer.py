@@ -5,7 +5,7 @@ x = x + norm(attention(norm(x)))    # normed queries and keys; queries times a f
 x = x + norm(mlp(norm(x)))
 logits = cap(scale * head(norm(x)))
 
-Norms of layers store w - 1, and those behind a part have an epsilon of their own.
+Norms of layers store w - 1, and those after a part have an epsilon of their own.
 """
 
 from __future__ import annotations

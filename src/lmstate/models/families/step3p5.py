@@ -55,7 +55,7 @@ F, S = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, eq=False)
 class LimitedMLP:
-    """A gated feed-forward part whose gate is cut off above a limit behind its activation, and whose rest at both."""
+    """A gated feed-forward part whose gate is cut off above a limit after its activation, and whose rest at both."""
 
     whole: MLP
     limit: float
@@ -150,7 +150,7 @@ def _experts(w: WeightLoader, moe: str, name: str, hidden: int, inner: int, act:
 
 
 def _first(config: Config, name: str, layers: int) -> list[object] | None:
-    """A list of a value for each layer, and, in published configs, for each prediction head behind them."""
+    """A list of a value for each layer, and, in published configs, for each prediction head after them."""
     value = config.get(name)
     return list(value[:layers]) if isinstance(value, list) and len(value) >= layers else None
 

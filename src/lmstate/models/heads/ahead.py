@@ -1,4 +1,4 @@
-"""Multi-token prediction heads at work: they read every step behind the model, and draft ahead of it."""
+"""Multi-token prediction heads at work: they read every step after the model, and draft ahead of it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read(
 ) -> None:
     """Have each head read a step, so that its layer state is ready to draft from.
 
-    norm: the model's last; stream: float32 `[R, T, E]` behind its blocks; tokens: int64 `[R, T]`; caches: the heads';
+    norm: the model's last; stream: float32 `[R, T, E]` after its blocks; tokens: int64 `[R, T]`; caches: the heads';
     tapped: the stream at the taps of the first head.
     """
     hidden = heads[0].reads(stream, norm, tapped)
@@ -85,7 +85,7 @@ def draft_ahead(
 
 
 class _Drafted:
-    """Tokens of the rows behind what their state holds: the next one, and those drafted after it.
+    """Tokens of the rows after what their state holds: the next one, and those drafted after it.
 
     lengths: the positions of each row as layers count them.
     """

@@ -80,7 +80,7 @@ class AssistantHead(DraftHead):
         return LastInputState(layout, self.behind.out_features, "hidden")
 
     def drafting(self, x: Tensor, step: Step, layers: Sequence[LayerState]) -> Tensor:
-        """The stream behind the blocks of x `[R, 1, E']`, at the positions of a step; layers: those of the model."""
+        """The stream after the blocks of x `[R, 1, E']`, at the positions of a step; layers: those of the model."""
         caches = [BorrowedKeys(layers[source], block) for source, block in zip(self.sources, self.blocks)]
         return run_eager(self.blocks, x, step, caches)
 

@@ -73,8 +73,8 @@ class BlockHead(DraftHead):
 
     @abstractmethod
     def drafted(self, tokens: Tensor, step: Step, caches: Sequence[LayerState]) -> Tensor:
-        """The stream behind the blocks, `[R, T, E]`, of a block of tokens int64 `[R, T]` that a step makes room for."""
+        """The stream after the blocks, `[R, T, E]`, of a block of tokens int64 `[R, T]` that a step makes room for."""
 
     @abstractmethod
     def next(self, stream: Tensor, at: int, token: Tensor) -> NextDraft:
-        """Draft `at` of the stream behind the blocks `[R, T, E]`, after the tokens int64 `[R]`."""
+        """Draft `at` of the stream after the blocks `[R, T, E]`, after the tokens int64 `[R]`."""

@@ -1,6 +1,6 @@
 """DFlash (2602.06036) and DSpark: drafters that fill a block of masks at once, beside a model's hidden states.
 
-    c_p = norm(fuse [streams behind chosen blocks at token p]),  keys and values of each layer from c_0 .. c_p
+    c_p = norm(fuse [streams after chosen blocks at token p]),  keys and values of each layer from c_0 .. c_p
     y = blocks [next token; mask; mask; ...] at positions p + 1 ..,  logits = head(norm(y)), of the model's own head
 
 Queries of the block attend to all c before it, and to all of the block; a layer may have a window or be causal. The

@@ -1,6 +1,6 @@
 """DSpark as DeepSeek-V4 ships it: a drafter of a block of masks on wide residual streams, with latent keys of a window.
 
-    c_p = norm(fuse [mean of the streams behind chosen blocks at token p]),  a vector of each layer from c_0 .. c_p
+    c_p = norm(fuse [mean of the streams after chosen blocks at token p]),  a vector of each layer from c_0 .. c_p
     s = [embed([next token; mask; mask; ...])] * N,  s = blocks(s),  logits = head(norm(mix(s)))
 
 Each query of the block attends to the vectors of the last `window` tokens before the block, and to all of the block's

@@ -1,4 +1,4 @@
-"""A multi-token prediction head: a block behind the model that reads the next token too (DeepSeek-V3, 2412.19437).
+"""A multi-token prediction head: a block after the model that reads the next token too (DeepSeek-V3, 2412.19437).
 
     h'_p = M [norm(h_p); norm(embedding of token p + 1)],  g = blocks(h'),  logits = head(norm(g))
 
@@ -28,10 +28,10 @@ from lmstate.state.layers.last_input import LastInputState
 
 
 class DraftHead(ABC):
-    """Blocks behind a model that say what comes after the next token, and a layer of their own in its state.
+    """Blocks after a model that say what comes after the next token, and a layer of their own in its state.
 
-    depth: which of several heads it is, counted from 1. taps: the numbers of blocks behind which it reads the model's
-    stream; none: behind them all.
+    depth: which of several heads it is, counted from 1. taps: the numbers of blocks after which it reads the model's
+    stream; none: after them all.
     """
 
     depth: int
@@ -44,7 +44,7 @@ class DraftHead(ABC):
     def reads(self, stream: Tensor, norm: Norm, tapped: Sequence[Tensor]) -> Tensor:
         """The input of the first head for each token, float32 `[R, T, E]`.
 
-        It is made of the stream behind the blocks `[R, T, E]` and the model's last norm, or of the stream at the taps.
+        It is made of the stream after the blocks `[R, T, E]` and the model's last norm, or of the stream at the taps.
         """
 
     @abstractmethod
@@ -57,7 +57,7 @@ class DraftHead(ABC):
 
     @abstractmethod
     def logits(self, stream: Tensor) -> Tensor:
-        """The stream behind the blocks `[..., E]` -> float32 logits `[..., V]`; the model's softcap is not applied."""
+        """The stream after the blocks `[..., E]` -> float32 logits `[..., V]`; the model's softcap is not applied."""
 
     @property
     def width(self) -> int:
@@ -70,9 +70,9 @@ class DraftHead(ABC):
         return CompositeState([tail, DelayedState(new_layers(self.blocks, [layout] * len(self.blocks)), self.depth)])
 
     def stream(self, before: Tensor, tokens: Tensor, step: Step, blocks: DelayedState) -> Tensor:
-        """The stream behind the blocks, from what was handed on of the token before each: float32 `[R, T, E]` each.
+        """The stream after the blocks, from what was handed on of the token before each: float32 `[R, T, E]` each.
 
-        tokens: int64 `[R, T]`, or more: those behind are not read. Zero at tokens that it has no entry for.
+        tokens: int64 `[R, T]`, or more: those after are not read. Zero at tokens that it has no entry for.
         """
         own, x = self._projected(before, tokens, step, blocks)
         if own.width:

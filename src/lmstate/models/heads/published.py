@@ -185,7 +185,7 @@ def _taps(config: Config, blocks: int) -> tuple[int, ...]:
     """The numbers of blocks in front of which the stream is read."""
     inside = config.fields("eagle_config") or Config({})
     name = "eagle_aux_hidden_state_layer_ids"
-    if inside.given(name):  # of the blocks behind which it is
+    if inside.given(name):  # of the blocks after which it is
         taps = tuple(index + 1 for index in inside.ints(name, 3))
     else:
         taps = config.ints(name, 3, default=(2, blocks // 2, blocks - 3))

@@ -112,7 +112,7 @@ def _chained(w: WeightLoader, shape: b.Dims, vocab: int) -> Chained:
 
 
 def _taps(config: Config, inside: Config, layers: int, blocks: int) -> tuple[int, ...]:
-    """The numbers of blocks behind which the stream is read, counted from 1."""
+    """The numbers of blocks after which the stream is read, counted from 1."""
     if inside.given("target_layer_ids"):
         chosen = list(inside.ints("target_layer_ids"))
     elif layers == 1:

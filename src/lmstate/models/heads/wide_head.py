@@ -1,6 +1,6 @@
 """A multi-token prediction head on wide residual streams (DeepSeek-V4, Qwen4-Exp).
 
-    s = hidden_project norm(s_p) + embed_project norm(embedding of token p + 1),  for each of N streams behind token p
+    s = hidden_project norm(s_p) + embed_project norm(embedding of token p + 1),  for each of N streams after token p
     s = blocks(s),  logits = head(norm(mix(s)))
 
 The head hands its own streams on, for the token after the next one.
@@ -21,7 +21,7 @@ from lmstate.ops import Norm, Weight
 
 @dataclass(frozen=True, eq=False)
 class WideHead(DraftHead):
-    """Weights of the head. `taps`: behind the model's last block, in front of what mixes its streams."""
+    """Weights of the head. `taps`: after the model's last block, in front of what mixes its streams."""
 
     depth: int
     taps: tuple[int, ...]

@@ -119,7 +119,7 @@ class Attention(FusableLayer):
         return (sublayer,)
 
     def fuses(self, step: Step) -> bool:
-        """Not where a token also sees what comes behind it in its picture."""
+        """Not where a token also sees what comes after it in its picture."""
         return not (self.whole_pictures and step.media and step.pictures)
 
     def rope_tables(self, step: Step) -> ops.RopeTables | None:

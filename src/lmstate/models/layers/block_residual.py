@@ -69,7 +69,7 @@ class PassMessages:
 
 @dataclass(frozen=True, eq=False)
 class PartsLayer:
-    """Attention and experts on a stream of parts, each behind a norm and in front of a convolution.
+    """Attention and experts on a stream of parts, each after a norm and in front of a convolution.
 
     opens: its sum is that of a new block. reads: makes what attention reads; None: the last part. dropped: parts of a
     pass before, which stand first and are not read any more.

@@ -65,7 +65,7 @@ class ClippedAttention:
 
     A query's score of a key is their product plus `relative_t @ bank[:, t - j]`; its softmax has one logit more, which
     has no value. `from_q` gives queries, a gate for each of their features, P numbers `relative` and the logit of each
-    head; `from_k` and `from_v` give C numbers of each head behind the keys and values where `conv` is `TokenTaps`.
+    head; `from_k` and `from_v` give C numbers of each head after the keys and values where `conv` is `TokenTaps`.
     """
 
     from_q: Weight  # [2 * H * D + H * P + H, E]

@@ -59,7 +59,7 @@ class LearnedPositions:
 
 @dataclass(frozen=True, eq=False)
 class NormedStream:
-    """Normalizes the stream behind a part of a block, as in the first transformers."""
+    """Normalizes the stream after a part of a block, as in the first transformers."""
 
     norm: Norm
 

@@ -39,7 +39,7 @@ class MultiHeadLatentAttention:
     expanded. Many new tokens cost less with keys and values expanded for the length of the call; which is cheaper is
     counted, see `_expands`. `rope` None: the layer knows no positions, and r is a key like others. `gates`: that
     many last rows of `down` give a number a head, or a value, whose sigmoid multiplies what a head has seen (Ling 3.0).
-    `value_gate`: `q_up` reads the query's latent twice, normed and as it is, and behind each head's query it gives the
+    `value_gate`: `q_up` reads the query's latent twice, normed and as it is, and after each head's query it gives the
     gates of what the head has seen (A.X-K2). `index`: it chooses the positions that are attended to, or an earlier
     layer has (DeepSeek V3.2).
     """

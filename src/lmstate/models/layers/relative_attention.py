@@ -1,4 +1,4 @@
-"""Attention by content and distance, and convolutions of a few tokens behind each part of a block (Inkling)."""
+"""Attention by content and distance, and convolutions of a few tokens after each part of a block (Inkling)."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class RelativeAttention:
 
 @dataclass(frozen=True, eq=False)
 class ConvolvedLayer:
-    """Attention and a feed-forward part on the stream, each behind a norm and in front of a convolution."""
+    """Attention and a feed-forward part on the stream, each after a norm and in front of a convolution."""
 
     attention: RelativeAttention
     conv: ShortTaps

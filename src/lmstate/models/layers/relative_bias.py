@@ -14,7 +14,7 @@ class RelativeBias:
     """One learned number for each head and bucket of distances: `weight` float32 `[buckets, H]`.
 
     Half of the buckets hold one distance each, the others grow up to `max_distance`, from which on all are in the last.
-    An encoder has one half of them for the keys before a query and one for those behind it.
+    An encoder has one half of them for the keys before a query and one for those after it.
     """
 
     weight: Tensor

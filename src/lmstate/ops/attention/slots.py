@@ -16,7 +16,7 @@ from lmstate.ops.types.slot_table import NONE, EvictLowest, SlotCommit, SlotTabl
 
 
 def commit_slots(changes: Sequence[SlotCommit], starts: Tensor, counts: Tensor, accepted: Tensor) -> None:
-    """Make the first accepted[r] of the counts[r] tokens real that are behind row r's filled slots, then evict.
+    """Make the first accepted[r] of the counts[r] tokens real that are after row r's filled slots, then evict.
 
     Of any number of layers at once. starts, counts, accepted: int64 `[R]`; a row that accepts none stays as it is. All
     that it changes is changed in place; it cannot fail.
@@ -93,7 +93,7 @@ def scores_after(before: Tensor, columns: Tensor, filled: int, count: int, n: in
 
 
 def behind_all(ranks: Tensor, guarded: Tensor) -> Tensor:
-    """The ranks, with those that are guarded behind all others: a model that overflowed has NaN ranks, and as many
+    """The ranks, with those that are guarded after all others: a model that overflowed has NaN ranks, and as many
     slots must go of its heads as of any."""
     return ranks.nan_to_num(nan=torch.finfo(torch.float32).max).masked_fill(guarded, torch.inf)
 

@@ -262,7 +262,7 @@ SIZES = {each.name: each.size for each in LAYOUTS} | {
 
 
 def sublayer(kind: SublayerKind, *parts: bytes) -> bytes:
-    """The arguments of a sublayer, but for the padding behind them."""
+    """The arguments of a sublayer, but for the padding after them."""
     return b"".join([_KIND.pack(kind), *parts])
 
 

@@ -45,7 +45,7 @@ class StepBuffers:
     ) -> None:
         """Fill the tensors: tokens `[r, t]`, r and t at most R and T; tables int64 `[r, n]`, n at most the entries.
 
-        Rows behind r bring no tokens and hold no blocks. A table is never written into after it was given.
+        Rows after r bring no tokens and hold no blocks. A table is never written into after it was given.
         """
         rows, width, entries = self.shape
         r, t = tokens.shape
@@ -66,7 +66,7 @@ class StepBuffers:
                 if table is not self._written[turn][i]:
                     self._written[turn][i] = None  # until it is whole
                     room[i].fill(0)
-                    own = table[:, :entries]  # a row may hold blocks behind the step, of a draft that was refused
+                    own = table[:, :entries]  # a row may hold blocks after the step, of a draft that was refused
                     room[i, :r, : own.shape[1]] = own
                     self._written[turn][i] = table
             self._held = list(tables)

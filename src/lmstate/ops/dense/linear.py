@@ -82,7 +82,7 @@ def linear(
 
 
 def linear_split_concat(x: Tensor, weight: Weight, width: int, beside: Tensor) -> tuple[Tensor, Tensor]:
-    """`linear`, cut after `width` outputs: the first part with `beside` `[..., G]` behind it, and the rest."""
+    """`linear`, cut after `width` outputs: the first part with `beside` `[..., G]` after it, and the rest."""
     y = linear(x, weight)
     return torch.cat([y[..., :width], beside], dim=-1), y[..., width:]
 

@@ -52,7 +52,7 @@ def scales_of(count: int) -> int:
 
 
 def _grouped(x: Tensor) -> Tensor:
-    """`[R, ...]` -> `[R, G, 32]`, with zeros behind a row's last number."""
+    """`[R, ...]` -> `[R, G, 32]`, with zeros after a row's last number."""
     flat = x.flatten(1)
     return torch.nn.functional.pad(flat, (0, -flat.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
 

@@ -228,7 +228,7 @@ class KVView:
 
     A layer that has evicted some counts what it kept instead of positions: `starts` int64 `[R]` says how many (these
     alone may be replaced). It may ask for two things to be filled in. `columns` float32 `[R, K, n, S]` gets the
-    attention that slots receive (see `ops.attend_slots.AttentionSums`; those behind the filled ones stay as they are).
+    attention that slots receive (see `ops.attend_slots.AttentionSums`; those after the filled ones stay as they are).
     `queries` float32 `[R, T, H, D]` gets the queries as they attend.
     """
 

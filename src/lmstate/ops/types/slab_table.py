@@ -28,12 +28,12 @@ class SlabRows:
         self._written: Found[tuple[list[Run], list[Run]]] = Found()
 
     def blocks(self, rows: Sequence[int], spans: Sequence[range], count: int) -> list[Run]:
-        """Of each of these rows its own span of blocks, and blocks of zeros behind them, `count` in all. Empty if no
+        """Of each of these rows its own span of blocks, and blocks of zeros after them, `count` in all. Empty if no
         row has any."""
         return self._read.get((rows, spans, count), self._held(rows), lambda: self._blocks(rows, spans, count))
 
     def positions(self, starts: Sequence[int], counts: Sequence[int]) -> tuple[list[Run], list[Run]]:
-        """`counts[r]` positions of row r from `starts[r]` on, which are to be written; and those behind them that hold
+        """`counts[r]` positions of row r from `starts[r]` on, which are to be written; and those after them that hold
         what was discarded."""
         held = self._held(range(len(counts)))
         return self._written.get((starts, counts), held, lambda: self._positions(starts, counts))
@@ -134,12 +134,12 @@ class SlabTable(BlockTable):
 
     def prepare_write(self, starts: Tensor, counts: Tensor) -> None:
         """Note that `counts[r]` positions of row r from `starts[r]` on are written next, and clear discarded numbers
-        behind them."""
+        after them."""
         _, stale = self.places.positions(starts.tolist(), counts.tolist())
         clear(self.buffer, stale)
 
     def read(self, rows: Sequence[int], spans: Sequence[range], count: int) -> Tensor:
-        """Of each of these rows its own span of blocks, and zeros behind them, `[n, K, count * B, D]`.
+        """Of each of these rows its own span of blocks, and zeros after them, `[n, K, count * B, D]`.
 
         Where they follow each other in memory it is a view.
         """

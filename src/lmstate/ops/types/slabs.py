@@ -169,7 +169,7 @@ class Run(NamedTuple):
     """Blocks, or positions, that one launch reads or writes."""
 
     slab: Slab
-    first: int  # the place of the first one among all that are asked for, and behind the last
+    first: int  # the place of the first one among all that are asked for, and after the last
     last: int
     where: slice | Tensor  # in the slab
 

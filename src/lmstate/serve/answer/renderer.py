@@ -200,7 +200,7 @@ class Renderer:
         raise ApiError(str(refused), param="messages")
 
     def _continued(self, text: str, written: list[dict[str, Any]], last: Message, variables: dict[str, Any]) -> str:
-        """A conversation whose last answer goes on behind its reasoning. Raises `ApiError` if that has no place."""
+        """A conversation whose last answer goes on after its reasoning. Raises `ApiError` if that has no place."""
         if not last.reasoning:
             return text + last.content
         with suppress(ModelError):
@@ -243,7 +243,7 @@ class Renderer:
         return given
 
     def _with_calls_as_text(self, messages: Sequence[Message]) -> list[Message]:
-        """The same conversation with the calls of earlier answers as text behind them."""
+        """The same conversation with the calls of earlier answers as text after them."""
         shown = []
         for message in messages:
             if message.calls:

@@ -1,6 +1,6 @@
 r"""TeX in Markdown as MathML: between `$`, `$$`, `\(` and `\)`, `\[` and `\]`, and environments by themselves.
 
-Dollars are mathematics as in Pandoc: no blank is at their inner side, and no digit behind the second one. So prices
+Dollars are mathematics as in Pandoc: no blank is at their inner side, and no digit after the second one. So prices
 stay prices. A formula with an error, or without an end, is shown as it was written.
 """
 

@@ -254,7 +254,7 @@ def back(kept: Keeper, conversation: Conversation, answer: MessageNode, held: Pi
             media = tuple(span for span in held.media if span.end <= len(tokens))
         else:
             media = kept.branches.prompt(conversation, node).media
-        # With a token behind them: their own last logits are not needed to go on.
+        # With a token after them: their own last logits are not needed to go on.
         asked = PicturePrompt([*tokens, tokens[0]], media)
         reused = min(kept.service.engine.explain(asked, caller().salt()).reused, len(tokens))
         told.append({"id": node.id, "tokens": len(tokens), "computed": len(tokens) - reused})

@@ -391,7 +391,7 @@ class _Reader:
                     self._optional()
         if (ended := self._raw().strip().removesuffix("*")) != name:
             raise TexError(f"\\begin{{{name}}} ends as {ended[:20]}")
-        if rows[-1] == ["<mtd></mtd>"] and len(rows) > 1:  # behind the last \\
+        if rows[-1] == ["<mtd></mtd>"] and len(rows) > 1:  # after the last \\
             rows.pop()
         table = _around("mtable", *(_around("mtr", *row) for row in rows), **{"class": TABLES[name]})
         if (fences := FENCES.get(name)) is None:

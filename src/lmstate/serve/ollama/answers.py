@@ -244,7 +244,7 @@ def read_messages(given: list[OllamaMessage]) -> tuple[Message, ...]:
 
 
 def _content(message: OllamaMessage) -> Content:
-    """Its text, behind its pictures if it has some."""
+    """Its text, after its pictures if it has some."""
     text = message.content or ""
     if not (pictures := _pictures(message.images)):
         return text

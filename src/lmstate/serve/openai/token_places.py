@@ -18,7 +18,7 @@ class TokenPlace(NamedTuple):
 
 
 class TokenPlaces:
-    """Places of the tokens of one text, token by token, behind the tokens `before` it."""
+    """Places of the tokens of one text, token by token, after the tokens `before` it."""
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = (), start: int = 0) -> None:
         """`start`: the offset at which the text of these tokens begins."""
@@ -39,7 +39,7 @@ class TokenPlaces:
         if not piece:
             return TokenPlace(own, offset)
         if is_whole(raw):
-            if piece.endswith(own):  # behind what was held, of the prompt too
+            if piece.endswith(own):  # after what was held, of the prompt too
                 offset = self._end + len(piece) - len(own)
             else:  # as the tokenizer writes it here, without a space in front or with the mark of one
                 own = piece[offset - self._end :] or own

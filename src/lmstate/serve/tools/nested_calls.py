@@ -87,7 +87,7 @@ class NestedCalls(ToolFormat):
         whole = not special and not literal("<tool_call>").startswith("<[")  # all is text
 
         def tag(text: str) -> str:
-            """A tag behind the marker, as terms of Lark."""
+            """A tag after the marker, as terms of Lark."""
             return f"{literal(MARK)} {quoted(text)}" if special else quoted(MARK + text)
 
         def outer(text: str) -> str:

@@ -109,14 +109,14 @@ class PairedCalls(ToolFormat):
 
     glm      each part on a line of its own (GLM 4.5 and 4.6, Ling)
     glm_4_7  without line breaks (GLM 4.7 and 5)
-    hy_v3    on lines, `<tool_sep>` behind the name, and an outer `<tool_calls>`, with and without `:opensource` in tags
+    hy_v3    on lines, `<tool_sep>` after the name, and an outer `<tool_calls>`, with and without `:opensource` in tags
     hy_v4    as glm_4_7, with an outer tag, and `:opensource` in tags
     """
 
     name: str  # type: ignore[misc]
     hint: str
     line: str = "\n"  # between the parts of a call
-    separator: str = ""  # behind the name
+    separator: str = ""  # after the name
     outer: bool = False
     suffix: str = ""  # of the names of tags
 

@@ -78,7 +78,7 @@ class LayerState(ABC):
 
     @abstractmethod
     def add_row(self, length: int, tensors: Mapping[str, Tensor], changes: Changes) -> None:
-        """Add a row behind the others, which may be pending, and put in it what `restore` would put there."""
+        """Add a row after the others, which may be pending, and put in it what `restore` would put there."""
 
     @abstractmethod
     def capture(self, row: int, length: int) -> Mapping[str, Tensor]:

@@ -26,7 +26,7 @@ FIRST_ENTRIES = 8
 class BlockStore:
     """Buffers `[R, *heads, S, D]` in blocks of `BLOCK_TOKENS` positions: position p of a row is in its block p // B.
 
-    A step writes behind what is committed, so that to discard it is to give its blocks back. It never writes into a
+    A step writes after what is committed, so that to discard it is to give its blocks back. It never writes into a
     block that another one may hold: `reserve` gives the row a copy first. A window gives up the blocks in front of its
     span.
     """
@@ -63,7 +63,7 @@ class BlockStore:
     def reserve(self, step: Step) -> None:
         rows = self.rows
         if torch.is_grad_enabled():
-            # Autograd would take what is committed in a block for a part of what a discarded step wrote behind it.
+            # Autograd would take what is committed in a block for a part of what a discarded step wrote after it.
             begun = {r: rows[r].blocks[start // BLOCK_TOKENS] for r, start, _ in step.spans if start % BLOCK_TOKENS}
             held = [(r, block) for r, block in begun.items() if block is not None]
             self._share([r for r, block in held if step.speculative or block.requires_grad()])
@@ -90,7 +90,7 @@ class BlockStore:
                 self._forget()
 
     def discard(self) -> None:
-        """Give back the blocks that the step was given. The step wrote only behind the committed positions."""
+        """Give back the blocks that the step was given. The step wrote only after the committed positions."""
         self._forget()
         for r, (before, after) in self._undo.items():
             if self.rows[r] is after:  # else its blocks were shared since

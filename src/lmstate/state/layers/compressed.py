@@ -148,7 +148,7 @@ class PooledIndexState(PoolingState):
         super().__init__(layout, keys, entries, pooling)
 
     def with_rest(self, chosen: Tensor, step: Step) -> Tensor:
-        """Chosen entries `[R, T, k]`, and behind them the one of each query's last tokens, which is not whole yet.
+        """Chosen entries `[R, T, k]`, and after them the one of each query's last tokens, which is not whole yet.
 
         In ascending order, then -1: `[R, T, k + 1]`.
         """

@@ -11,7 +11,7 @@ from lmstate.state.step import Step, integers
 
 
 class ContextKeys(AttentionState):
-    """Keys and values of a row's context, and behind them those of a block that is drafted and never committed."""
+    """Keys and values of a row's context, and after them those of a block that is drafted and never committed."""
 
     def store(self, k: Tensor, v: Tensor, step: Step) -> None:
         """Store keys and values `[R, T, K, D]` of a step."""

@@ -163,7 +163,7 @@ def places_again(parts: Sequence[Step], step: Step, again: Sequence[int], device
 
 
 def places_since(step: Step, before: Sequence[int], accepted: Sequence[int], device: torch.device) -> Tensor:
-    """Places of each row's first `before[r]` inputs and of its `accepted[r]` of a step, where the step's come behind
+    """Places of each row's first `before[r]` inputs and of its `accepted[r]` of a step, where the step's come after
     all of the former; int64."""
     begins = list(accumulate(before, initial=0))
     return torch.tensor([

@@ -61,7 +61,7 @@ class InputHistory:
     """Token ids `[R, n]` and positions of all that was fed, and the last call whole."""
 
     def __init__(self) -> None:
-        self.ids: Tensor | None = None  # int64 [R, n], with room behind the last
+        self.ids: Tensor | None = None  # int64 [R, n], with room after the last
         self.positions: Tensor | None = None  # int64 [..., R or 1, n]; None: none were given
         self.mask: Tensor | None = None  # [R, n], the widest of two axes that was given
         self.length = 0

@@ -54,7 +54,7 @@ class StateCache(DynamicCache, hooks.ObservedCache):
     Going back (`rewind`, `crop`) is free for attention, and in sliding windows up to `rewind` tokens. A recurrent layer
     cannot run backwards: its carry is kept at up to `anchors` earlier places (the turns of a chat, and every 256
     tokens), and before every draft while `generate` drafts. From the last of them that is early enough only the tokens
-    behind it are fed again through the model; `recomputed` counts them.
+    after it are fed again through the model; `recomputed` counts them.
 
     `model`: a model of transformers, or a module around one (PEFT's); the cache belongs to the model of transformers.
     Raises `UnsupportedError` for a model whose state transformers keeps elsewhere, and for a module without one.
@@ -289,7 +289,7 @@ class StateCache(DynamicCache, hooks.ObservedCache):
         """A new cache with every row `n` times, in the order of `generate`'s `num_return_sequences`; this one stays.
 
         One with the same rows (n = 1), and a `copy.deepcopy`, shares all memory until one of the two writes there: the
-        first that goes on writes behind the common tokens, where there is room, the others copy them then. So treat the
+        first that goes on writes after the common tokens, where there is room, the others copy them then. So treat the
         layers' `keys` and `values` as read-only.
         """
         if (n := whole_number(n, "n")) < 1:

@@ -32,7 +32,7 @@ class HeadNames:
 
 
 def layers_past_the_last(w: WeightLoader, layers: int) -> Iterator[HeadNames]:
-    """DeepSeek-V3's: a layer behind the last one, with copies of embedding and head (GGUF: `blk.N.nextn.*`)."""
+    """DeepSeek-V3's: a layer after the last one, with copies of embedding and head (GGUF: `blk.N.nextn.*`)."""
     for index in range(layers, layers + MOST_HEADS):
         layer = f"model.layers.{index}"
         if not w.has(f"{layer}.eh_proj.weight"):

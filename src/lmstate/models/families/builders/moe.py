@@ -31,7 +31,7 @@ def expert_width(config: Config) -> int:
 
 
 def sparse_layers(config: Config, layers: int) -> Sequence[bool]:
-    """Layers with experts: those of `mlp_layer_types`, or all behind the first dense ones."""
+    """Layers with experts: those of `mlp_layer_types`, or all after the first dense ones."""
     kinds = config.strs("mlp_layer_types", layers, allowed=("dense", "sparse"), default=None)
     if kinds is not None:
         return [kind == "sparse" for kind in kinds]

@@ -36,7 +36,7 @@ def hyper_connection(w: WeightLoader, prefix: str, shape: Dims, streams: Streams
 
 
 def hyper_head(w: WeightLoader, prefix: str, shape: Dims, streams: Streams) -> StreamMixer:
-    """The mixer behind the last block: `hc_fn`, `hc_base` and `hc_scale`."""
+    """The mixer after the last block: `hc_fn`, `hc_base` and `hc_scale`."""
     return _mixer(w, f"{prefix}.hc_", shape, streams, [streams.count])
 
 

@@ -362,7 +362,7 @@ def hadamard(x, out, lines, LINES: tl.constexpr, D: tl.constexpr, LOG_D: tl.cons
 
 @triton.jit
 def _rounded(x):
-    """The nearest integers, even ones from halfway: a float32 of this size has no bits behind the point."""
+    """The nearest integers, even ones from halfway: a float32 of this size has no bits after the point."""
     return (x + 12582912.0) - 12582912.0
 
 

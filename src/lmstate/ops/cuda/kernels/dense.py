@@ -22,7 +22,7 @@ def _unpacked(
     weight, n, real, first, inputs, groups,
     KIND: tl.constexpr, ELEMENT: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """The inputs from `first` on of outputs n of a packed weight, [STEP, OUTPUTS] in ELEMENT, zero behind its end.
+    """The inputs from `first` on of outputs n of a packed weight, [STEP, OUTPUTS] in ELEMENT, zero after its end.
 
     A word of 32 bits has eight inputs of an output, or of int8 four.
     """

@@ -33,7 +33,7 @@ LOSS = "the slots of a policy that evicts"
 class EvictingState(KeyValueState):
     """Slots of keys and values in lists that are filled from the front, in no order; see `SlotStore`.
 
-    A step's tokens are behind the filled slots, where a discard leaves them. The commit counts them as filled, and has
+    A step's tokens are after the filled slots, where a discard leaves them. The commit counts them as filled, and has
     what the policy evicts moved to the undo log, from where a rewind inside the window brings it back. So attention
     reads a list as it reads a ring that has not wrapped, whose positions are the indices of slots. A step of several
     chunks, which is never speculative, evicts between them, in copies.
@@ -308,7 +308,7 @@ class EvictingState(KeyValueState):
         return self._sees_all or step.width == 1
 
     def _make_room(self, width: int) -> None:
-        """Have `width` slots behind the filled ones, and not many more; the arrays are replaced, never written.
+        """Have `width` slots after the filled ones, and not many more; the arrays are replaced, never written.
 
         Slots evicted lately may go back to their places, where their scores still are: these places stay.
         """
@@ -358,7 +358,7 @@ class EvictingState(KeyValueState):
         return loses
 
     def _store(self, new: tuple[Tensor, Tensor], step: Step) -> None:
-        """Put keys and values `[R, T, K, D]` behind the filled slots."""
+        """Put keys and values `[R, T, K, D]` after the filled slots."""
         filled, arrays = self.slot_store.table.filled, self.arrays
         coded = self.codec.encode(*new)
         if self.slot_store.occupancy.uniform and self.codec.bits is None:

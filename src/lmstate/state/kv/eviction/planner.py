@@ -22,7 +22,7 @@ FEW = 32  # slots of a head that are looked for one after another
 
 @dataclass
 class StepChunk:
-    """A step, or a chunk of one, whose tokens are behind the filled slots, and what its queries saw."""
+    """A step, or a chunk of one, whose tokens are after the filled slots, and what its queries saw."""
 
     step: Step
     starts: Tensor  # int64 [R]: how many slots were filled before, of the fullest head

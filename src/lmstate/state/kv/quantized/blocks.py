@@ -101,7 +101,7 @@ class Codes(SlotState):
 
     def capture(self, row: int, length: int) -> Mapping[str, Tensor]:
         assert isinstance(self.content, BlockStore)
-        whole = length // BLOCK * BLOCK  # what is behind it is of a block that is not whole yet
+        whole = length // BLOCK * BLOCK  # what is after it is of a block that is not whole yet
         return self.content.capture(row, length, {"k": whole, "k.scale": whole})
 
 

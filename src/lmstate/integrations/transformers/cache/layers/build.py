@@ -37,7 +37,7 @@ def new_layers(config: PretrainedConfig, rewind: int) -> list[Any]:
 
 
 def _looped(config: PretrainedConfig) -> list[int]:
-    """Layers that Dory and Inkling 2 run again: caches of later loops are behind the others, in the order of calls."""
+    """Layers that Dory and Inkling 2 run again: caches of later loops are after the others, in the order of calls."""
     if config.model_type == "inkling2_loop_text":
         return [*range(config.loop_layer_index_start, config.loop_layer_index_end)] * (config.loop_num_passes - 1)
     if config.model_type != "dory" or config.recurrent_kv_cache_mode != "per_loop":

@@ -2,7 +2,7 @@
 
 These and those of window.py are not `lmstate.state.AttentionState`. transformers takes keys back from the cache, in the
 order of their positions and with none missing, and builds its mask for that order. A ring would have to be unrolled, by
-a copy, at every token. So keys are a tensor in order here, with room behind it.
+a copy, at every token. So keys are a tensor in order here, with room after it.
 """
 
 from __future__ import annotations

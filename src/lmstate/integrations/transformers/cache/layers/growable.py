@@ -1,4 +1,4 @@
-"""Room to grow behind a tensor: a token copies no other, and a reorder of rows what follows their common prefix."""
+"""Room to grow after a tensor: a token copies no other, and a reorder of rows what follows their common prefix."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GrowableTensor:
     next `extend`. The result of `extend` stays as it is until tokens are removed and others written in their place, or
     rows are selected.
 
-    Deep copies that share the tensors (see `StateCache.fork`) write behind what any of them has written, or, where that
+    Deep copies that share the tensors (see `StateCache.fork`) write after what any of them has written, or, where that
     is taken, into memory of their own.
     """
 
@@ -57,7 +57,7 @@ class GrowableTensor:
         return self.view
 
     def cut(self, held: Tensor, length: int) -> Tensor:
-        """A view of the first `length` tokens of `held`, with the room of the others behind it."""
+        """A view of the first `length` tokens of `held`, with the room of the others after it."""
         kept = held.narrow(-2, 0, length)
         if held is self.view:
             self.view = kept
@@ -74,9 +74,9 @@ class GrowableTensor:
         return kept
 
     def select(self, held: Tensor, rows: Tensor) -> Tensor:
-        """`held[rows]`, with the same room behind it.
+        """`held[rows]`, with the same room after it.
 
-        With as many rows as before, memory that is not shared is changed in place: behind the part that each changed
+        With as many rows as before, memory that is not shared is changed in place: after the part that each changed
         row has in common with the one that it becomes.
         """
         if held is not self.view:
