@@ -95,10 +95,10 @@ def load(
         raise ValueError(f"parallel={parallel} was asked for; give 1 process or more")
     if parallel_mode not in ("exact", "sum"):
         raise ValueError(f"unknown parallel_mode={parallel_mode!r}; expected exact or sum")
-    if parallel > 1 and (adapted or heads or placement.spreads or placement.devices[0].type != "cpu"):
+    if parallel > 1 and (adapted or heads or mmproj or placement.spreads or placement.devices[0].type != "cpu"):
         raise ModelError(
-            f"parallel={parallel} was asked for with training, adapters, heads or a device: a model over several "
-            "processes has none of these, and is on the CPU"
+            f"parallel={parallel} was asked for with training, adapters, heads, mmproj or a device: a model over "
+            "several processes has none of these, and is on the CPU"
         )
     with _ranks(parallel, parallel_timeout) as ranks:
         opened, tokenizer, defaults = open_checkpoint(

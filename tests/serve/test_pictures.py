@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -24,6 +24,7 @@ from lmstate.serve.wire.picture_sources import picture_bytes
 from tests.cluster.helpers import fleet
 from tests.serve.running import Running, running
 from tests.vision.test_encode import WRITTEN, png, said, saved, saved_of, saved_with_axes
+from tests.vision.test_mmproj import written
 
 PICTURE, OTHER = png(20, 30), png(40, 17, seed=1)
 POSITIONS = 16  # of a picture
@@ -302,3 +303,23 @@ def test_pictures_come_from_hosts_that_are_allowed(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(picture_sources, "SECONDS", -1.0)
         with pytest.raises(ApiError, match="was not read"):
             picture_bytes(place + "/a.png", ["127.0.0.1"])
+
+
+@pytest.mark.parametrize("kind", ["engine", "front"])
+def test_a_gguf_model_with_the_file_of_its_tower(kind: str, tmp_path: Path) -> None:
+    """Its chat template knows no pictures."""
+    _, path, mmproj = written("llava", tmp_path)
+    model = lmstate.load(path, weights="float32", mmproj=mmproj)
+    length, answer = expected(model, PICTURE, "what is this?")
+    messages: Any = [{"role": "user", "content": openai_parts(PICTURE, "what is this?")}]
+    with ExitStack() as stack:
+        engine: Any = stack.enter_context(Engine(model))
+        if kind == "front":
+            files = FrontFiles.of(str(path), str(mmproj))
+            engine = stack.enter_context(fleet(engine, files=files))[0].front
+        server = stack.enter_context(running(engine, Settings("tiny", port=0)))
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            chat = client.chat.completions.create(model="tiny", messages=messages, max_tokens=6, temperature=0)
+        assert chat.choices[0].message.content == answer and chat.usage and chat.usage.prompt_tokens == length
+        with server.client() as http:
+            assert http.get("/props").json()["modalities"]["vision"]

@@ -43,6 +43,7 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
         {"clip.use_silu": True, "clip.vision.n_wa_pattern": 2, "clip.vision.window_size": 16},
     ),
     "qwen3_vl": ("qwen3vl_merger", {"clip.use_gelu": True, "clip.vision.is_deepstack_layers": [True, True]}),
+    "qwen3_5": ("qwen3vl_merger", {"clip.use_gelu": True}),
     "smolvlm": ("idefics3", {"clip.use_gelu": True, "clip.vision.projector.scale_factor": 2}),
 }
 EPS = {"gemma3": 1e-6, "idefics3": 1e-6, "smolvlm": 1e-6, "internvl": 1e-6}
@@ -79,7 +80,7 @@ def parts(family: str, theirs: Any, name: str, value: Tensor) -> Iterator[tuple[
             yield "v.patch_embd.weight", value[:, :, 0]
             yield "v.patch_embd.weight.1", value[:, :, 1]
             return
-        if ".qkv." in name and family != "qwen3_vl":
+        if ".qkv." in name and family.startswith("qwen2"):
             for part, own in zip("qkv", value.chunk(3)):
                 yield NAMES.get_name(name.replace("qkv", part), (".weight", ".bias")), own
             return
@@ -344,6 +345,8 @@ def test_files_that_are_no_tower(llava: tuple[Any, Path, Path, Path], tmp_path: 
         lmstate.load(mmproj)
     with pytest.raises(lmstate.ModelError, match=r"goes with a \.gguf model"):
         lmstate.load(folder, mmproj=mmproj)
+    with pytest.raises(lmstate.ModelError, match="heads, mmproj or a device"):
+        lmstate.load(path, mmproj=mmproj, parallel=2)
     (tmp_path / "cut.gguf").write_bytes(mmproj.read_bytes()[:-1000])
     with pytest.raises(lmstate.ModelError, match="damaged or incomplete"):
         lmstate.load(path, mmproj=tmp_path / "cut.gguf")
