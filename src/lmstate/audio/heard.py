@@ -19,11 +19,12 @@ from lmstate.audio.wav import read_wav
 from lmstate.errors import ModelError, StateError, UnsupportedError
 from lmstate.text.tokenizer import Tokenizer
 from lmstate.vision.families import Tile
-from lmstate.vision.reader import PicturedTexts, PicturePrompt, PictureReader, name_of, picture_part
-from lmstate.vision.tower import Tower, family_of, load_tower
+from lmstate.vision.reader import PicturedTexts, PicturePrompt, PictureReader, kind_of_file, name_of, picture_part
+from lmstate.vision.tower import Tower, family_of, hears_beside, load_tower
 
 MOST_SOUNDS = 16  # of a conversation
 MOST_SECONDS = 600  # of all of them together
+LONGEST_BESIDE = 30  # seconds of a sound of a model that sees too: its processor cuts longer ones
 # model_type of a config -> seconds of the longest sound that its processor does not cut.
 FAMILIES: dict[str, Callable[[Any], float]] = {
     "audioflamingo3": lambda processor: processor.max_audio_len,
@@ -74,9 +75,6 @@ class SoundTower(Tower):
         tower = hearing.to(device).eval().requires_grad_(False)
         return SoundTower(config.model_type, tower, config, torch.device(device))
 
-    def tiles(self, inputs: Any) -> list[Tile]:
-        return list(inputs)
-
     def features(self, inputs: dict[str, Tensor]) -> Tensor:
         try:
             self.module(**inputs)
@@ -95,8 +93,8 @@ class SoundReader(PictureReader):
 
     kinds = ("audio",)
 
-    @staticmethod
-    def open(path: Path, tokenizer: Tokenizer, device: Any = "cpu") -> SoundReader:
+    @classmethod
+    def open(cls, path: Path, tokenizer: Tokenizer, device: Any = "cpu") -> SoundReader:
         """Raises what `SoundTower.open` does, and `ModelError` where transformers cannot read the processor's files."""
         tower = SoundTower.open(path, device)
         if tower.family in WINDOWED:
@@ -147,8 +145,8 @@ class SoundReader(PictureReader):
         """
         if (ask := ASKED.get(self.tower.family)) is None:
             raise UnsupportedError(
-                f"a transcript was asked for, and {self.tower.family} models hear in conversations alone: ask one in a "
-                f"chat; transcripts are written by {', '.join(sorted(ASKED))} and Whisper models"
+                f"a transcript was asked for, and {self.tower.family} models hear in conversations alone: ask for one "
+                f"in a chat; transcripts are written by {', '.join(sorted(ASKED))} and Whisper models"
             )
         request = ask(self.processor, language, prompt)
         if request.token and self.tokenizer.id_of(request.token) is None:
@@ -181,14 +179,58 @@ class SoundReader(PictureReader):
         return {"input_ids": torch.full((1, count), self.tower.placeholder), "input_features": windows}
 
 
+class MixedReader(PictureReader):
+    """The reader of a checkpoint whose tower makes embeddings of pictures and of sounds."""
+
+    kinds = ("image", "audio")
+
+    @property
+    def marks(self) -> dict[str, str]:
+        return {self.mark: "image", str(self.processor.audio_token): "audio"}
+
+    def texts(self, pictures: Sequence[bytes]) -> PicturedTexts:
+        """As `PictureReader.texts`, with sounds among the pictures."""
+        begin, kinds = perf_counter(), list(map(kind_of_file, pictures))
+        if (count := kinds.count("audio")) > MOST_SOUNDS:
+            raise StateError(f"the conversation has {count} sounds; it may have {MOST_SOUNDS}")
+        images = [file for file, kind in zip(pictures, kinds) if kind == "image"]
+        shown = iter(super().texts(images).parts() if images else ())
+        with self._one:
+            heard = iter([self._sound(file) for file, kind in zip(pictures, kinds) if kind == "audio"])
+        each = [next(heard if kind == "audio" else shown) for kind in kinds]
+        tiles, places = [tile for tile, _ in each], [place for _, place in each]
+        return PicturedTexts(self, tiles, list(map(name_of, pictures)), places, perf_counter() - begin, kinds)
+
+    def _sound(self, file: bytes) -> tuple[Tile, str]:
+        """A sound for the tower, and the text of its places."""
+        extractor = self.processor.feature_extractor
+        rate = int(extractor.sampling_rate)
+        samples = read_wav(file, rate, LONGEST_BESIDE).numpy()
+        try:
+            made = self.processor(text=[self.processor.audio_token], audio=[samples], return_tensors="pt")
+            place = str(self.processor.replace_audio_token(made, 0))
+        except (ValueError, TypeError, KeyError, RuntimeError) as error:
+            raise StateError(f"the model's processor does not take a sound: {str(error)[:200]}") from error
+        tile = Tile({name: made[name] for name in ("input_features", "input_features_mask")}, token=self._audio_token)
+        if len(self.tower.embed(tile)) != place.count(str(self.processor.audio_token)):
+            raise ModelError(f"transformers' {self.tower.family} made other positions than its processor said")
+        return tile, place
+
+    @property
+    def _audio_token(self) -> int:
+        return int(self.tower.config.audio_token_id)
+
+
 def takes_sounds(path: Path) -> bool:
     """Whether a checkpoint folder is of a family that takes sounds in a conversation."""
     try:
-        return family_of(path) in FAMILIES
+        return family_of(path) in FAMILIES or hears_beside(path)
     except ModelError:
         return False
 
 
 def open_reader(path: Path, tokenizer: Tokenizer, device: Any = "cpu") -> PictureReader:
     """The reader of the pictures of a checkpoint, or of its sounds. Raises as `PictureReader.open`."""
+    if hears_beside(path):
+        return MixedReader.open(path, tokenizer, device)
     return (SoundReader if takes_sounds(path) else PictureReader).open(path, tokenizer, device)

@@ -31,7 +31,11 @@ class ConversationTranscription:
 
         Raises `StateError` for a bad sound, `UnsupportedError` for a family or a wish without a transcript.
         """
-        assert isinstance(reader, SoundReader)
+        if not isinstance(reader, SoundReader):
+            family = reader.tower.family
+            raise UnsupportedError(
+                f"a transcript was asked for, and {family} models hear in conversations alone: ask for one in a chat"
+            )
         if options.task != "transcribe":
             raise UnsupportedError("a translation was asked for, and this model transcribes: ask for one in a chat")
         if options.times or options.silence:

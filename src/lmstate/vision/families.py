@@ -22,11 +22,13 @@ Inputs = Mapping[str, Tensor]
 class Tile:
     """Arguments of transformers' `get_image_features` for one picture, or for a tile of one.
 
-    `grid`: frames, rows and columns of its embeddings, where they have positions of several axes.
+    `grid`: frames, rows and columns of its embeddings, where they have positions of several axes. `token`: the id at
+    its places, of a sound; None for that of pictures.
     """
 
     inputs: dict[str, Tensor]
     grid: tuple[int, int, int] | None = None
+    token: int | None = None
 
     @property
     def positions(self) -> Tensor | None:
@@ -147,6 +149,21 @@ def at_blocks(seeing: Any, inputs: dict[str, Tensor]) -> Tensor:
     return torch.cat(parts, -1).float()
 
 
+def heard(hearing: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """Embeddings of one sound by a tower that sees too: float32 `[N, E]` (Gemma 3n, Gemma 4)."""
+    features, valid = inputs["input_features"], inputs["input_features_mask"].bool()
+    if hearing.config.model_type != "gemma3n":
+        found = hearing.get_audio_features(features, valid, return_dict=True)
+        return found.pooler_output[found.attention_mask].float()
+    found = hearing.get_audio_features(features, ~valid, return_dict=True)
+    table, count = hearing.embed_audio, hearing.config.audio_soft_tokens_per_image
+    last = torch.tensor([[table.vocab_offset + table.vocab_size - 1]], device=features.device)
+    filled = table(input_ids=last)[0].expand(count, -1).clone()  # every sound takes as many places
+    own = found.pooler_output[0, ~found.audio_mel_mask[0]][:count]
+    filled[: len(own)] = own
+    return filled.float()
+
+
 def visual_indicators(seeing: Any, config: Any) -> dict[int, Tensor]:
     """Embeddings `[1, E]` of tokens around pictures, by their ids, from the table of pictures' own words (Ovis2)."""
     table, ids = seeing.visual_embeddings_table, config.visual_indicator_token_ids
@@ -230,6 +247,8 @@ FAMILIES: dict[str, Tiles] = {
 }
 # The function that makes embeddings of a tile, where it is not `pooled`.
 FEATURES: dict[str, Callable[[Any, dict[str, Tensor]], Tensor]] = {"granite4_vision": at_blocks, "llama4": projected}
+# Which may hear beside: their towers have one for sounds too.
+HEARING = ("gemma3n", "gemma4")
 # Whose tokens around a picture have embeddings of the tower too.
 MARKS: dict[str, Callable[[Any, Any], dict[int, Tensor]]] = {"gemma3n": hard_tokens, "ovis2": visual_indicators}
 # The package of a tower that transformers and Pillow do not make alone.

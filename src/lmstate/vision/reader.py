@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lmstate.errors import ModelError, StateError, UnsupportedError
 from lmstate.state.media import MediaSpan, identities
 from lmstate.state.sources import Source, SourceFeatures
-from lmstate.vision.families import OPTIONS, TIDIED, UNTILED, WRITERS
+from lmstate.vision.families import OPTIONS, TIDIED, UNTILED, WRITERS, Tile
 from lmstate.vision.pictures import read_picture
 from lmstate.vision.tower import Tower
 
@@ -81,13 +81,13 @@ class PictureReader:
         self.tower, self.pixels, self.processor, self.tokenizer = tower, pixels, processor, tokenizer
         self._one = Lock()  # the pictures of one conversation at a time: they bound the memory, and leave processors
 
-    @staticmethod
-    def open(path: Path, tokenizer: Tokenizer, device: Any = "cpu") -> PictureReader:
+    @classmethod
+    def open(cls, path: Path, tokenizer: Tokenizer, device: Any = "cpu") -> PictureReader:
         """Raises what `Tower.open` does, and `ModelError` where transformers cannot read the processor's files."""
-        return PictureReader.beside(Tower.open(path, device), path, tokenizer)
+        return cls.beside(Tower.open(path, device), path, tokenizer)
 
-    @staticmethod
-    def beside(tower: Tower, path: Path, tokenizer: Tokenizer) -> PictureReader:
+    @classmethod
+    def beside(cls, tower: Tower, path: Path, tokenizer: Tokenizer) -> PictureReader:
         """The reader of a tower, with the processor whose files are in a folder. Raises `ModelError` without them."""
         from transformers import AutoImageProcessor, AutoProcessor
 
@@ -97,7 +97,7 @@ class PictureReader:
             made = kind.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
             raise ModelError(f"transformers cannot read the processor of {path}: {str(error)[:200]}") from error
-        return PictureReader(tower, made if untiled else made.image_processor, None if untiled else made, tokenizer)
+        return cls(tower, made if untiled else made.image_processor, None if untiled else made, tokenizer)
 
     def refuse_others(self, kinds: Iterable[str]) -> None:
         """Raise UnsupportedError for kinds of parts that the model does not read."""
@@ -148,6 +148,12 @@ class PictureReader:
         return inputs, places
 
     @property
+    def marks(self) -> dict[str, str]:
+        """The texts that a chat template writes where a picture or a sound stands, with the kind of each."""
+        (kind,) = self.kinds
+        return {self.mark: kind}
+
+    @property
     def mark(self) -> str:
         """The text of the token that a chat template writes where a picture stands."""
         if self.processor is not None:
@@ -170,9 +176,22 @@ class PicturedTexts:
     and the text of those tokens.
     """
 
-    def __init__(self, reader: PictureReader, inputs: Any, names: list[str], places: list[str], seconds: float) -> None:
+    def __init__(
+        self,
+        reader: PictureReader,
+        inputs: Any,
+        names: list[str],
+        places: list[str],
+        seconds: float,
+        kinds: Sequence[str] = (),
+    ) -> None:
+        """`kinds`: of the files, where they may be pictures and sounds."""
         self._reader, self._inputs, self._names, self._places = reader, inputs, names, places
-        self._seconds = seconds
+        self._seconds, self._kinds = seconds, kinds
+
+    def parts(self) -> list[tuple[Tile, str]]:
+        """Each picture of one tile, with the text of its places."""
+        return list(zip(self._reader.tower.tiles(self._inputs), self._places, strict=True))
 
     def prompt(self, tokens: list[int]) -> PicturePrompt:
         """The pictures at their places in the tokens of a rendered conversation."""
@@ -188,17 +207,24 @@ class PicturedTexts:
         names = [part.get("sha256") for part in chain.from_iterable(map(_parts, messages)) if _is_picture(part)]
         if names != self._names[: len(names)]:
             raise ModelError("the pictures of the conversation stand in another order")
-        mark, expected = self._reader.mark, len(names)
-        if expected and mark not in (self._reader.tokenizer.template_source or mark):
-            messages = [_as_text(message, mark) for message in messages]
+        marks, expected = self._reader.marks, len(names)
+        kinds = [part["type"] for part in chain.from_iterable(map(_parts, messages)) if _is_picture(part)]
+        for said, own in zip(kinds, self._kinds):
+            if said != own:
+                raise StateError(f"a part of a message is of the type {said!r}, and its file is {NAMES[own]}")
+        if {*kinds} == {"image"} and (own := self._reader.mark) not in (self._reader.tokenizer.template_source or own):
+            messages = [_as_text(message, own) for message in messages]
         text = self._reader.tokenizer.chat_text(messages, add_generation_prompt, **variables)
-        if (count := text.count(mark)) != expected:
+        mark = re.compile("|".join(map(re.escape, marks)))
+        if (count := len(found := mark.findall(text))) != expected:
             raise ModelError(
-                f"the chat template has {count} places {mark!r} for {expected} pictures: it takes none in some "
-                "message, or a message has that text"
+                f"the chat template has {count} places {' or '.join(map(repr, marks))} for {expected} pictures: it "
+                "takes none in some message, or a message has that text"
             )
+        if [marks[each] for each in found] != kinds:
+            raise ModelError("the chat template writes pictures and sounds in another order than the messages have")
         places = iter(self._places)
-        text = re.sub(re.escape(mark), lambda _: next(places), text)
+        text = mark.sub(lambda _: next(places), text)
         tidy = TIDIED.get(self._reader.tower.family)
         return text if tidy is None else tidy(self._reader.processor, text)
 

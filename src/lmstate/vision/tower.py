@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lmstate.errors import ModelError, StateError, UnsupportedError
 from lmstate.state.media import Media, MediaSpan
-from lmstate.vision.families import FAMILIES, FEATURES, MARKS, NEEDS, PREFIXED, Tile, pooled
+from lmstate.vision.families import FAMILIES, FEATURES, HEARING, MARKS, NEEDS, PREFIXED, Tile, heard, pooled
 
 KEPT_BYTES = 2**28  # of embeddings of pictures that were seen before
 # Parameters of the text model, which is left out.
@@ -31,7 +31,9 @@ class Tower:
     the latest, `KEPT_BYTES` of them.
     """
 
-    def __init__(self, family: str, module: Any, config: Any, device: torch.device) -> None:
+    def __init__(self, family: str, module: Any, config: Any, device: torch.device, hears: bool = False) -> None:
+        """`hears`: whether it makes embeddings of sounds too."""
+        self.hears = hears
         self.family, self.module, self.config, self.device = family, module, config, device
         self.placeholder = int(config.image_token_id)
         self.runs = 0  # tiles that the tower was run for
@@ -47,34 +49,46 @@ class Tower:
         `lmstate[vision]`; `ModelError` where weights are missing.
         """
         whole, config = load_tower(path, "pictures", FAMILIES)
-        return Tower.of(whole, config, device)
+        return Tower.of(whole, config, device, hears_beside(path))
 
     @staticmethod
-    def of(whole: Any, config: Any, device: torch.device | str) -> Tower:
+    def of(whole: Any, config: Any, device: torch.device | str, hears: bool = False) -> Tower:
         """The tower in transformers' model, which loses its other parts."""
         seeing = whole.base_model
-        for name in ("language_model", "text_model", "audio_tower"):
+        for name in ("language_model", "text_model", *(() if hears else ("audio_tower",))):
             if name in dict(seeing.named_children()):
                 delattr(seeing, name)
-        return Tower(config.model_type, seeing.to(device).eval().requires_grad_(False), config, torch.device(device))
+        tower = seeing.to(device).eval().requires_grad_(False)
+        return Tower(config.model_type, tower, config, torch.device(device), hears)
 
-    def media(self, inputs: Mapping[str, Tensor], ids: Sequence[int]) -> tuple[MediaSpan, ...]:
+    def media(self, inputs: Mapping[str, Tensor] | list[Tile], ids: Sequence[int]) -> tuple[MediaSpan, ...]:
         """The pictures at their places in the tokens of a text, which placeholders hold.
 
-        inputs: what transformers' image processor made of them (`pixel_values` and what is beside). Raises `StateError`
-        where the text has other places than they take.
+        inputs: what transformers' image processor made of them (`pixel_values` and what is beside), or tiles. Raises
+        `StateError` where the text has other places than they take.
         """
-        seen = [(self.embed(tile), tile.positions) for tile in self.tiles(inputs)]
+        tiles = self.tiles(inputs)
+        pictures, sounds = ([tile for tile in tiles if (tile.token is None) is seen] for seen in (True, False))
         places = [at for at, token in enumerate(ids) if token == self.placeholder]
-        if (count := sum(len(embeddings) for embeddings, _ in seen)) != len(places):
-            raise StateError(
-                f"the pictures take {count} places, and the text has {len(places)} tokens {self.placeholder} for them"
-            )
         if self.family in PREFIXED and places:
             if places != list(range(len(places))):
                 raise StateError("the pictures of this model come first in its prompt, and here a text does")
-            whole = torch.cat([embeddings for embeddings, _ in seen])
+            self._fitting("pictures", sum(len(self.embed(tile)) for tile in pictures), places, self.placeholder)
+            whole = torch.cat([self.embed(tile) for tile in pictures])
             return (MediaSpan(0, Media.of(whole, self.placeholder, text=ids[len(places) :])),)
+        spans = self._spans("pictures", pictures, places, self.placeholder)
+        if sounds:
+            token = int(self.config.audio_token_id)
+            spans += self._spans("sounds", sounds, [at for at, each in enumerate(ids) if each == token], token)
+        if spans:
+            marked = ((at, token) for at, token in enumerate(ids) if token in self._marks)
+            spans += [MediaSpan(at, Media.of(self._marks[token], token)) for at, token in marked]
+        return tuple(sorted(spans, key=lambda span: span.at))
+
+    def _spans(self, what: str, tiles: Sequence[Tile], places: list[int], token: int) -> list[MediaSpan]:
+        """The pictures or sounds at their places, which hold `token`."""
+        seen = [(self.embed(tile), tile.positions) for tile in tiles]
+        self._fitting(what, sum(len(embeddings) for embeddings, _ in seen), places, token)
         spans = []
         for embeddings, positions in seen:
             own, places = places[: len(embeddings)], places[len(embeddings) :]
@@ -82,15 +96,17 @@ class Tower:
             if positions is not None and len(cuts) > 2:
                 raise StateError(f"the places of the picture at {own[0]} do not follow each other")
             for start, stop in pairwise(cuts):
-                spans.append(MediaSpan(own[start], Media.of(embeddings[start:stop], self.placeholder, positions)))
-        if spans:
-            marked = ((at, token) for at, token in enumerate(ids) if token in self._marks)
-            spans += [MediaSpan(at, Media.of(self._marks[token], token)) for at, token in marked]
-        return tuple(sorted(spans, key=lambda span: span.at))
+                spans.append(MediaSpan(own[start], Media.of(embeddings[start:stop], token, positions)))
+        return spans
 
-    def tiles(self, inputs: Mapping[str, Tensor]) -> list[Tile]:
-        """The pictures that an image processor made, or their tiles, one by one."""
-        return list(FAMILIES[self.family](inputs, self.config))
+    @staticmethod
+    def _fitting(what: str, count: int, places: Sequence[int], token: int) -> None:
+        if count != len(places):
+            raise StateError(f"the {what} take {count} places, and the text has {len(places)} tokens {token} for them")
+
+    def tiles(self, inputs: Mapping[str, Tensor] | list[Tile]) -> list[Tile]:
+        """The pictures that an image processor made, or their tiles, one by one; tiles as they are."""
+        return inputs if isinstance(inputs, list) else list(FAMILIES[self.family](inputs, self.config))
 
     def embed(self, tile: Tile) -> Tensor:
         """Embeddings of one tile, float32 `[N, E]`, or `[N, (1 + D) E]` of a tower that adds to D blocks."""
@@ -110,6 +126,8 @@ class Tower:
 
     def features(self, inputs: dict[str, Tensor]) -> Tensor:
         """Embeddings of one tile, as `embed` gives them, from its inputs on the tower's device."""
+        if "input_features" in inputs:
+            return heard(self.module, inputs)
         return FEATURES.get(self.family, pooled)(self.module, inputs)
 
 
@@ -132,7 +150,7 @@ def load_tower(path: Path, what: str, families: Collection[str]) -> tuple[Any, A
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ModelError(f"transformers cannot read the config of {path}: {str(error)[:200]}") from error
     _refuse_family(config.model_type, what, families)
-    without_text(config)
+    without_text(config, hears_beside(path))
     return load_weights(config, str(path)), config
 
 
@@ -173,6 +191,20 @@ def has_tower(path: Path) -> bool:
     return family in FAMILIES and described and all(map(find_spec, needed))
 
 
+def hears_beside(path: Path) -> bool:
+    """Whether a checkpoint folder with a vision tower has one for sounds too, whose places see what is before them."""
+    try:
+        if family_of(path) not in HEARING:
+            return False
+    except ModelError:
+        return False
+    told = json.loads((path / "config.json").read_bytes())
+    text = told.get("text_config")
+    # Where the tokens of a picture see all of it, those of a sound do not, and a state has one rule for both.
+    together = isinstance(text, dict) and text.get("use_bidirectional_attention") == "vision"
+    return isinstance(told.get("audio_config"), dict) and not together
+
+
 def family_of(path: Path) -> str:
     """The family of a checkpoint folder, read without transformers, which takes seconds to import."""
     try:
@@ -192,13 +224,13 @@ def _refuse_family(family: str, what: str, families: Collection[str]) -> None:
         raise UnsupportedError(f"pictures of a {family} model need {needed}: pip install {needed}")
 
 
-def without_text(config: Any) -> None:
-    """Have transformers make no text model: one of no layers and no words."""
+def without_text(config: Any, hears: bool = False) -> None:
+    """Have transformers make no text model: one of no layers and no words. `hears`: its sounds are read as well."""
     text = config.text_config
     text.layer_types = []
     text.num_hidden_layers = 0
     text.vocab_size, text.pad_token_id, config.pad_token_id = 1, 0, 0  # the id of the only word
-    if config.model_type in ("gemma4", "gemma4_unified"):
+    if config.model_type in ("gemma4", "gemma4_unified") and not hears:
         config.audio_config = None  # a tower of its own, which may be left out
     if hasattr(config, "quantization_config"):
         del config.quantization_config
