@@ -24,7 +24,7 @@ from lmstate.vision import Tower
 from lmstate.vision.mmproj import Mmproj
 from tests.files import ggufs
 from tests.files.test_gguf_dense import converted, halves_to_pairs, metadata
-from tests.serve.byte_tokenizer import END, START
+from tests.serve.byte_tokenizer import END, START, byte_tokenizer
 from tests.serve.byte_tokenizer import TEMPLATE as PLAIN  # which knows no pictures, as those of LLaVA and InternVL
 from tests.vision.test_encode import TEMPLATE, png, said
 from tests.vision.test_parity import IMAGE, config, pictures
@@ -33,6 +33,10 @@ from tests.zoo import randomize
 # A family -> the projector's type, and what its file says beside the sizes.
 FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3", {"clip.use_gelu": True, "clip.vision.projector.scale_factor": 2}),
+    "gemma4": (
+        "gemma4v",
+        {"clip.projector_type": None, "clip.vision.projector_type": "gemma4v", "clip.vision.projector.scale_factor": 2},
+    ),
     "idefics3": ("idefics3", {"clip.use_gelu": True, "clip.vision.projector.scale_factor": 2}),
     "internvl": ("internvl", {"clip.use_gelu": True, "clip.vision.projector.scale_factor": 2}),
     "llava": ("mlp", {}),
@@ -46,8 +50,8 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3vl_merger", {"clip.use_gelu": True}),
     "smolvlm": ("idefics3", {"clip.use_gelu": True, "clip.vision.projector.scale_factor": 2}),
 }
-EPS = {"gemma3": 1e-6, "idefics3": 1e-6, "smolvlm": 1e-6, "internvl": 1e-6}
-TOWER = ("vision", "visual", "multi_modal_projector", "connector")  # beginnings of names
+EPS = {"gemma4": 1e-6, "gemma3": 1e-6, "idefics3": 1e-6, "smolvlm": 1e-6, "internvl": 1e-6}
+TOWER = ("vision", "visual", "multi_modal_projector", "connector", "embed_vision")  # beginnings of names
 NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
 
 
@@ -62,6 +66,11 @@ def parts(family: str, theirs: Any, name: str, value: Tensor) -> Iterator[tuple[
             name += ".weight"
     if family == "gemma3":
         name = name.replace("_weight", ".weight")
+    if family == "gemma4":
+        name = name.replace("model.vision_tower.encoder.", "vision_model.model.").replace(".linear.weight", ".weight")
+        name += ".weight" if name.endswith("position_embedding_table") else ""
+        if name.endswith("patch_embedder.input_proj.weight"):
+            value = value.view(len(value), 4, 4, 3).permute(0, 3, 1, 2)
     if family in ("gemma3", "llava", "mistral3"):
         name = name.removeprefix("model.")
     if family in ("gemma3", "llava"):
@@ -97,9 +106,12 @@ def parts(family: str, theirs: Any, name: str, value: Tensor) -> Iterator[tuple[
         value = halves_to_pairs(value, theirs.config.vision_config.num_attention_heads)
     if "soft_emb_norm" in name:
         value = value + 1
-    found = NAMES.get_name(name, (".weight", ".bias"))
+    bounds = tuple(f".{side}_{end}" for side in ("input", "output") for end in ("min", "max"))
+    found = NAMES.get_name(name, (".weight", ".bias", *bounds))
+    if ".std_" in name:
+        found = f"v.{name.rpartition('.')[2]}"
     assert found is not None, name
-    yield found, value
+    yield found, value if value.ndim else value[None]
 
 
 def write_mmproj(path: Path, family: str, theirs: Any, folder: Path, **changed: Any) -> Path:
@@ -146,9 +158,15 @@ def saved(family: str, folder: Path, change: Callable[[Any], None] = lambda give
     given = config(family)
     if family == "qwen3_vl":
         given.vision_config.deepstack_visual_indexes = [0, 1]
+    if family == "gemma4":
+        given.vision_config.use_clipped_linears = given.vision_config.standardize = True
     change(given)
     theirs = AutoModelForImageTextToText.from_config(given, dtype=torch.float32).eval()
     randomize(theirs)
+    for name, buffer in theirs.named_buffers():
+        if name.endswith(("_min", "_max", "std_bias", "std_scale")):
+            low, high = {"_min": (-0.5, -0.2), "_max": (0.2, 0.5)}.get(name[-4:], (0.5, 1.5))
+            buffer.uniform_(low, high)
     for weight in theirs.parameters():
         weight.data = weight.data.half().float()
     theirs.save_pretrained(folder)
@@ -270,6 +288,28 @@ def test_a_conversation_with_pictures_of_a_gguf_model(family: str, tmp_path: Pat
     logits = model([prompt.tokens], state)
     assert logits is not None and len(prompt.media) > 1
     torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_picture_of_gemma_4_is_written_as_its_processor_writes_it(tmp_path: Path) -> None:
+    import transformers as t
+
+    pytest.importorskip("torchvision")  # of its processor of videos
+    tokens = ("<|image>", "<|image|>", "<image|>", "<|audio>", "<|audio|>", "<audio|>")
+    tokenizer = byte_tokenizer(tmp_path, tokens, TEMPLATE.replace("<image>", "<|image|>"))
+    theirs = saved("gemma4", tmp_path)
+    opened = Mmproj.open(write_mmproj(tmp_path / "mmproj.gguf", "gemma4", theirs, tmp_path))
+    opened.check(48, 4, False, tokenizer)
+    reader, image = opened.reader(tokenizer), Image.open(io.BytesIO(png(60, 40)))
+    prompt = reader.encode(said("what", png(60, 40)))
+    t.Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2).save_pretrained(tmp_path)
+    inputs = t.AutoImageProcessor.from_pretrained(tmp_path)(images=[image], return_tensors="pt")
+    (count,) = inputs.pop("num_soft_tokens_per_image")
+    text = tokenizer.decode(prompt.tokens, skip_special_tokens=False)
+    assert f"what<|image>{'<|image|>' * int(count)}<image|>" in text
+    with torch.no_grad():
+        expected = theirs.model.get_image_features(**inputs, return_dict=True).pooler_output
+    (span,) = prompt.media
+    torch.testing.assert_close(span.media.embeddings, torch.cat([*expected]), atol=1e-4, rtol=1e-4)
 
 
 @pytest.fixture(scope="module")

@@ -159,7 +159,8 @@ class Mmproj:
         family = given.pop("model_type")
         plain: Any = AutoConfig.for_model(family)
         text["model_type"] = plain.text_config.model_type
-        vision.setdefault("model_type", plain.vision_config.model_type)
+        if "model_type" not in vision:
+            vision["model_type"] = plain.vision_config.model_type
         return type(plain)(**given, text_config=text, image_token_id=placeholder)
 
     def _needed(self, config: Any) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
@@ -222,6 +223,8 @@ class Mmproj:
         axis = 2 if len(sources) == 2 else 0
         extent = (shape[axis] // len(sources),) if len(sources) == 3 else ()
         part = shape if len(sources) == 1 else (*shape[:axis], *extent, *shape[axis + 1 :])
+        if is_flat := sources == ("v.patch_embd.weight",) and len(shape) == 2:  # Gemma 4's: rows, columns, colors
+            part = (shape[0], 3, self.sizes.patch, self.sizes.patch)
         for source in sources:
             found = self._contents.tensors[source].shape
             if _without_ones(found) != _without_ones(part):
@@ -231,7 +234,9 @@ class Mmproj:
                 )
         # Copies: what the kernels of the tower round may depend on where a mapped tensor begins.
         parts = [floats(self._source.read(source)).to(torch.float32, copy=True).view(part) for source in sources]
-        whole = torch.stack(parts, axis) if len(parts) == 2 else torch.cat(parts)
+        whole = parts[0] if len(parts) == 1 else torch.stack(parts, axis) if len(parts) == 2 else torch.cat(parts)
+        if is_flat:
+            whole = whole.permute(0, 2, 3, 1).reshape(shape)
         return whole - 1.0 if sources[0] in self.projector.one_more else whole
 
     @cached_property

@@ -5,11 +5,12 @@ The names are those of llama.cpp's tools/mtmd/clip-impl.h; the conversions undon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lmstate.checkpoints.config import Config
+from lmstate.checkpoints.gguf.reader import TensorPlace
 from lmstate.errors import ModelError
 
 MOST_SIDE, MOST_PATCHES = 2**14, 512  # pixels of a side of a picture; patches beside each other
@@ -20,7 +21,7 @@ Names = dict[str, str | tuple[str, ...]]
 class TowerSizes:
     """The part that is the same in all such files. `merged`: patches that become one position, along each side."""
 
-    def __init__(self, fields: Config, tensors: Collection[str], merged: str, default: int) -> None:
+    def __init__(self, fields: Config, tensors: Mapping[str, TensorPlace], merged: str, default: int) -> None:
         self.fields, self.tensors = fields, tensors
         self.width = self.number("embedding_length", 1, MOST_WIDTH)
         self.text_width = self.number("projection_dim", 1, MOST_WIDTH)
@@ -191,6 +192,32 @@ def _gemma3(sizes: TowerSizes) -> Described:
     )
 
 
+def _gemma4(sizes: TowerSizes) -> Described:
+    shapes = {name: sizes.tensors[name].shape for name in sizes.tensors}
+    table, q, k = (shapes.get(f"v.{name}.weight", ()) for name in ("position_embd", "blk.0.attn_q", "blk.0.attn_k"))
+    if len(table) != 3 or len(q) != 2 or len(k) != 2 or q[0] % sizes.heads or k[0] % max(1, q[0] // sizes.heads):
+        raise ModelError(f"{sizes.fields.where} is damaged: its heads and positions have the shapes {q}, {k}, {table}")
+    head_dim = q[0] // sizes.heads
+    vision = {
+        "model_type": "gemma4_vision", "hidden_size": sizes.width, "num_hidden_layers": sizes.blocks,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": k[0] // head_dim, "head_dim": head_dim, "patch_size": sizes.patch,
+        "rms_norm_eps": sizes.eps, "pooling_kernel_size": sizes.merged, "position_embedding_size": table[1],
+        "standardize": "v.std_bias" in shapes, "use_clipped_linears": "v.blk.0.attn_q.input_max" in shapes,
+    }  # fmt: skip
+    pixels = {"patch_size": sizes.patch, "pooling_kernel_size": sizes.merged}
+    return Described(
+        {"model_type": "gemma4", "vision_config": vision, "audio_config": None},
+        {"image_processor_type": "Gemma4ImageProcessor", **pixels},
+        {
+            "processor_class": "Gemma4Processor",
+            "feature_extractor": {"feature_extractor_type": "Gemma4AudioFeatureExtractor"},
+            "image_processor": {"image_processor_type": "Gemma4ImageProcessor", **pixels, **sizes.normal},
+            "video_processor": {"video_processor_type": "Gemma4VideoProcessor", **pixels},
+        },
+    )
+
+
 def _idefics3(sizes: TowerSizes) -> Described:
     longest = sizes.number("preproc_image_size", 1, MOST_SIDE, default=4 * sizes.side)
     vision = {**sizes.plain, "hidden_act": sizes.act("gelu_pytorch_tanh")}
@@ -280,6 +307,7 @@ _CLIP: Names = {
     "model.multi_modal_projector.linear_2": "mm.2",
 }
 _PIXTRAL_LAYER = "model.vision_tower.transformer.layers.{n}"
+_GEMMA4_LAYER = "model.vision_tower.encoder.layers.{n}"
 _INTERNVL_LAYER = "model.vision_tower.encoder.layer.{n}"
 _MERGED = ("spatial_merge_size", 2)
 
@@ -296,6 +324,36 @@ PROJECTORS: dict[str, Projector] = {
         {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
         ("projector.scale_factor", 4),
         one_more=("mm.soft_emb_norm.weight",),
+    ),
+    "gemma4v": Projector(
+        "gemma4",
+        ("<|image|>",),
+        _gemma4,
+        {
+            "model.vision_tower.patch_embedder.input_proj": "v.patch_embd",
+            "model.vision_tower.patch_embedder.position_embedding_table": "v.position_embd.weight",
+            **{f"model.vision_tower.std_{part}": f"v.std_{part}" for part in ("bias", "scale")},
+            **{
+                f"{_GEMMA4_LAYER}.{theirs}_proj{linear}": f"v.blk.{{n}}.{ours}"
+                for theirs, ours in {
+                    **{f"self_attn.{part}": f"attn_{part}" for part in ("q", "k", "v")}, "self_attn.o": "attn_out",
+                    **{f"mlp.{part}": f"ffn_{part}" for part in ("gate", "up", "down")},
+                }.items()
+                for linear in ("", ".linear")  # the weight, and the bounds of what goes in and comes out
+            },
+            **{f"{_GEMMA4_LAYER}.self_attn.{part}_norm": f"v.blk.{{n}}.attn_{part}_norm" for part in ("q", "k")},
+            f"{_GEMMA4_LAYER}.input_layernorm": "v.blk.{n}.ln1",
+            f"{_GEMMA4_LAYER}.post_attention_layernorm": "v.blk.{n}.attn_post_norm",
+            f"{_GEMMA4_LAYER}.pre_feedforward_layernorm": "v.blk.{n}.ln2",
+            f"{_GEMMA4_LAYER}.post_feedforward_layernorm": "v.blk.{n}.ffn_post_norm",
+            "model.embed_vision.embedding_projection": "mm.input_projection",
+        },
+        {
+            "boi_token": "<|image>", "eoi_token": "<image|>", "audio_token": "<|audio|>", "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+        },
+        ("projector.scale_factor", 3),
+        swapped=False,
     ),
     "idefics3": Projector(
         "idefics3",

@@ -58,6 +58,8 @@ def gemma4(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) ->
     """Config of Gemma 4, and of the stack in its assistants."""
     _shared(metadata, prefix, config, tensors)
     layers, full = config["num_hidden_layers"], [kind == "full_attention" for kind in config["layer_types"]]
+    # The file does not say it: tokens of a picture see all of it in the models without embeddings for each layer.
+    config["use_bidirectional_attention"] = None if config.get("hidden_size_per_layer_input") else "vision"
     config["global_head_dim"] = metadata.int(f"{prefix}.attention.key_length", 1, MOST_WIDTH)
     config["head_dim"] = metadata.int(f"{prefix}.attention.key_length_swa", 1, MOST_WIDTH)
     config["attention_k_eq_v"] = any(
