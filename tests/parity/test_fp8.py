@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lmstate.checkpoints.loader import WeightLoader
+from lmstate.checkpoints.huggingface import fp8
+from lmstate.checkpoints.loader import WeightLoader, transpose
 from lmstate.checkpoints.open import open_source
 from lmstate.errors import ModelError
 from lmstate.models.families import build
@@ -211,3 +212,39 @@ def test_blocks_larger_than_the_matrix_cost_no_more_than_it(tmp_path: Path) -> N
     ours = build(WeightLoader(open_source(tmp_path), "float32"))
     with torch.no_grad():
         torch.testing.assert_close(ours(text(9)), theirs(text(9)).logits, atol=1e-4, rtol=1e-4)
+
+
+SCALES = {
+    "one": lambda of: of[:1].reshape(1),
+    "one, with axes": lambda of: of[:1].reshape(1, 1, 1),
+    "of each expert": lambda of: of[:3].reshape(3, 1, 1),
+    "of each output": lambda of: of[:24].reshape(3, 8),
+    "of each output, with an axis": lambda of: of[:24].reshape(3, 8, 1),
+    "of each block": lambda of: of[:12].reshape(3, 2, 2),
+}
+
+
+@pytest.mark.parametrize("kind", SCALES)
+def test_stacked_experts_are_dequantized_one_at_a_time(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers, scales = torch.randn(3, 8, 64).to(torch.float8_e4m3fn), SCALES[kind](torch.rand(24) + 0.5)
+    save_file({"experts": numbers, "experts_scale": scales}, tmp_path / "model.safetensors")
+    settings = {"quant_method": "fp8"} | ({"weight_block_size": [4, 32]} if "block" in kind else {})
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": settings}))
+    source = open_source(tmp_path)
+    whole, sizes = source.read("experts"), []
+    assert isinstance(whole, Tensor)
+
+    def recorded(numbers: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Tensor:
+        sizes.append(tuple(numbers.shape))
+        return dequantize(numbers, scales, block)
+
+    dequantize = fp8.dequantize
+    monkeypatch.setattr(fp8, "dequantize", recorded)
+    weights = WeightLoader(source, "float32")
+    for index in range(3):
+        assert torch.equal(weights.stacked("experts", index).dequantize(), whole[index])
+        turned = weights.derived(f"{index}, turned", "experts", make=transpose, shape=(64, 8), of=index)
+        assert torch.equal(turned.dequantize(), whole[index].T)
+    assert sizes == [(8, 64)] * 6

@@ -238,16 +238,22 @@ class WeightLoader:
             if len(whole) != 3 or not 0 <= index < whole[0]:
                 raise ModelError(f"{self.source.path}: tensor {name!r} of shape {list(whole)} has no matrix {index}")
             self.expect(name, shape)
-            self._made[label] = self._matrix(
-                label, [StackedMatrix((name,), self.source.stored(name), self._expert(index))]
-            )
+            self._made[label] = self._matrix(label, [StackedMatrix((name,), self.source.stored(name), of=index)])
         return self._made[label]
 
-    def derived(self, label: str, *names: str, make: Make, shape: tuple[int, int], stored: str | None = None) -> Weight:
+    def derived(
+        self,
+        label: str,
+        *names: str,
+        make: Make,
+        shape: tuple[int, int],
+        stored: str | None = None,
+        of: int | None = None,
+    ) -> Weight:
         """A matrix that the checkpoint holds in another form: `make(*tensors)` gives it, from what `names` hold.
 
         `label` names it among all matrices of the model. `stored`: the storage closest to what `make` gives, by default
-        that of the first tensor.
+        that of the first tensor. `of`: what `names` hold is one per expert, and `make` is given those of this one.
         """
         if label not in self._made:
             for name in names:
@@ -259,7 +265,7 @@ class WeightLoader:
                 return made
 
             self._made[label] = self._matrix(
-                label, [StackedMatrix(names, stored or self.source.stored(names[0]), checked)]
+                label, [StackedMatrix(names, stored or self.source.stored(names[0]), checked, of)]
             )
         return self._made[label]
 
@@ -341,7 +347,7 @@ class WeightLoader:
         return max(self.source.activation_bits(name) for part in parts for name in part.names)
 
     def _note(self, label: str, parts: list[StackedMatrix], kind: str, error: float | None) -> None:
-        if all(part.make is None for part in parts):
+        if all(part.make is None and part.of is None for part in parts):
             self.stacks[tuple(file_name(self.source, name) for part in parts for name in part.names)] = kind
         if error is not None:
             self._errors[label] = error
@@ -388,23 +394,16 @@ class WeightLoader:
         return quantize(whole, "int8"), error
 
     def _read(self, part: StackedMatrix) -> Numbers:
-        numbers = [self.source.read(name) for name in part.names]
+        of = part.of
+        numbers = [self.source.read(name) if of is None else self.source.part(name, of) for name in part.names]
         return numbers[0] if part.make is None else part.make(*numbers)
-
-    def _expert(self, index: int) -> Make:
-        def take(numbers: Numbers) -> Numbers:
-            if isinstance(numbers, GroupedQuant):
-                raise ModelError(f"{self.source.path}: a quantized matrix was found where one per expert should be")
-            return numbers[index]
-
-        return take
 
 
 class StackedMatrix:
-    """One matrix of a stack: a tensor, one expert of it, or what is made of some. `make`: None for a whole tensor."""
+    """One matrix of a stack: a tensor, or what `make` makes of some; `of`: of the matrices of one expert in them."""
 
-    def __init__(self, names: tuple[str, ...], stored: str, make: Make | None = None) -> None:
-        self.names, self.stored, self.make = names, stored, make
+    def __init__(self, names: tuple[str, ...], stored: str, make: Make | None = None, of: int | None = None) -> None:
+        self.names, self.stored, self.make, self.of = names, stored, make, of
 
 
 def _outside(parts: Sequence[StackedMatrix]) -> bool:

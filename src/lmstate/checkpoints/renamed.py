@@ -67,6 +67,9 @@ class Renamed:
     def read(self, name: str) -> Tensor | GroupedQuant:
         return self.whole.read(self._names[name])
 
+    def part(self, name: str, index: int) -> Tensor:
+        return self.whole.part(self._names[name], index)
+
     def rows(self, name: str) -> RowTable:
         return self.whole.rows(self._names[name])
 

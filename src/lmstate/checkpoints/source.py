@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lmstate.errors import ModelError
 from lmstate.text.tokenizer import TokenizerFiles
 
 GROUP = 32  # quantized matrices share one scale among this many neighbors along the input axis
@@ -66,6 +67,13 @@ def floats(numbers: Tensor | GroupedQuant) -> Tensor:
     return numbers.dequantize() if isinstance(numbers, GroupedQuant) else numbers
 
 
+def part_of(numbers: Tensor | GroupedQuant, index: int, path: Path) -> Tensor:
+    """One of the tensors that are stacked in one."""
+    if isinstance(numbers, GroupedQuant):
+        raise ModelError(f"{path}: a quantized matrix was found where one per expert should be")
+    return numbers[index]
+
+
 class Source(Protocol):
     """An open checkpoint. Tensor names are those of Hugging Face, whatever the file calls them."""
 
@@ -95,6 +103,10 @@ class Source(Protocol):
 
     def read(self, name: str) -> Tensor | GroupedQuant:
         """A float tensor in the file's dtype, or the integers of a quantized matrix. May be in the mapped file."""
+        ...
+
+    def part(self, name: str, index: int) -> Tensor:
+        """One of the tensors that are stacked in one, without work for the others where the file allows it."""
         ...
 
     def rows(self, name: str) -> RowTable:

@@ -98,9 +98,17 @@ class AdaptedWeights(WeightLoader):
             first += outputs
         return whole
 
-    def derived(self, label: str, *names: str, make: Make, shape: tuple[int, int], stored: str | None = None) -> Weight:
+    def derived(
+        self,
+        label: str,
+        *names: str,
+        make: Make,
+        shape: tuple[int, int],
+        stored: str | None = None,
+        of: int | None = None,
+    ) -> Weight:
         if label in self._made or not any(self._updates(name) for name in names if len(self.shape(name)) == 2):
-            return super().derived(label, *names, make=make, shape=shape, stored=stored)
+            return super().derived(label, *names, make=make, shape=shape, stored=stored, of=of)
 
         def updated(*tensors: Numbers) -> Numbers:
             return make(*map(self._updated, names, map(floats, tensors)))

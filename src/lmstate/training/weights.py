@@ -138,18 +138,23 @@ class TrainableWeights(WeightLoader):
                 raise ModelError(f"{self.source.path}: tensor {name!r} of shape {list(whole)} has no matrix {index}")
             self.expect(name, shape)
             self._asked.add(name)
-            # Taken apart at once: a gradient for each of many experts would be as large as all of them.
-            if name not in self._unbound:
-                self._unbound[name] = self._leaf(name).unbind()
-            self._made[label] = FloatWeight(self._unbound[name][index])
+            self._made[label] = FloatWeight(self._experts(name)[index])
         return self._made[label]
 
-    def derived(self, label: str, *names: str, make: Make, shape: tuple[int, int], stored: str | None = None) -> Weight:
+    def derived(
+        self,
+        label: str,
+        *names: str,
+        make: Make,
+        shape: tuple[int, int],
+        stored: str | None = None,
+        of: int | None = None,
+    ) -> Weight:
         if label not in self._made:
             for name in names:
                 self.shape(name)
             self._asked.update(names)
-            made = make(*map(self._leaf, names))
+            made = make(*(self._leaf(name) if of is None else self._experts(name)[of] for name in names))
             assert isinstance(made, Tensor)
             self._expect(label, tuple(made.shape), shape)
             self._made[label] = FloatWeight(made)
@@ -159,6 +164,12 @@ class TrainableWeights(WeightLoader):
         self._asked.update(names)
         matrix = self._leaf(names[0]) if len(names) == 1 else self.leaves.stack(self._in_file(names))
         return FloatWeight(matrix if order is None else matrix[order().to(matrix.device)])
+
+    def _experts(self, name: str) -> tuple[Tensor, ...]:
+        """Taken apart at once: a gradient for each of many experts would be as large as all of them."""
+        if name not in self._unbound:
+            self._unbound[name] = self._leaf(name).unbind()
+        return self._unbound[name]
 
     def _leaf(self, name: str) -> Tensor:
         return self.leaves.get(file_name(self.source, name), self.leaves.dtype)

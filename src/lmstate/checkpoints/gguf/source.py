@@ -16,7 +16,7 @@ from lmstate.checkpoints.gguf.blocks import FORMATS, PackedRows, take_apart
 from lmstate.checkpoints.gguf.config import ROPE_TENSORS, config_of, locate
 from lmstate.checkpoints.gguf.reader import GgufContents, TensorPlace, check_places, open_gguf, parts_of
 from lmstate.checkpoints.gguf.tokenizer import generation_of, tokenizer_of
-from lmstate.checkpoints.source import GROUP, GroupedQuant, RowTable, floats
+from lmstate.checkpoints.source import GROUP, GroupedQuant, RowTable, floats, part_of
 from lmstate.errors import ModelError
 from lmstate.files.mmap_file import MappedFile, fingerprint
 from lmstate.text.tokenizer import TokenizerFiles
@@ -100,6 +100,9 @@ class GgufSource:
             order = located.tiled.order(shape[-1] if located.tiled.columns else shape[0])
             return _columns(numbers, order) if located.tiled.columns else _rows(numbers, order)
         return numbers
+
+    def part(self, name: str, index: int) -> Tensor:
+        return part_of(self.read(name), index, self.path)
 
     def rows(self, name: str) -> RowTable:
         located = self._tensors[name]

@@ -15,7 +15,7 @@ from lmstate.checkpoints.huggingface.tekken import NAME as TEKKEN
 from lmstate.checkpoints.huggingface.tekken import tekken_files
 from lmstate.checkpoints.huggingface.tiktoken import NAME as TIKTOKEN
 from lmstate.checkpoints.huggingface.tiktoken import tiktoken_json
-from lmstate.checkpoints.source import GroupedQuant, RowTable, dtype_name
+from lmstate.checkpoints.source import GroupedQuant, RowTable, dtype_name, part_of
 from lmstate.errors import ModelError
 from lmstate.files.json_object import read_object
 from lmstate.files.mmap_file import fingerprint
@@ -106,6 +106,11 @@ class CheckpointFolder:
             )
         return self._where[name].tensor(name)
 
+    def part(self, name: str, index: int) -> Tensor:
+        if name not in self._packed and self._is_fp8(name):
+            return self._dequantized(name, index)
+        return part_of(self.read(name), index, self.path)
+
     def rows(self, name: str) -> RowTable:
         numbers = self.read(name)
         if isinstance(numbers, GroupedQuant):
@@ -127,7 +132,8 @@ class CheckpointFolder:
     def _is_fp8(self, name: str) -> bool:
         return self._fp8 and self._where[name].entries[name].dtype == fp8.DTYPE
 
-    def _dequantized(self, name: str) -> Tensor:
+    def _dequantized(self, name: str, index: int | None = None) -> Tensor:
+        """A tensor of 8-bit floats, or one of those that are stacked in it."""
         scales, shape, block = self._scales[name], self.shape(name), self._fp8_block
         if scales is None or not (
             self._dtype(scales) in FLOATS or self._where[scales].entries[scales].dtype in fp8.EXPONENTS
@@ -141,10 +147,13 @@ class CheckpointFolder:
                 f"{self.path}: {scales!r} has the shape {list(self.shape(scales))}, which cannot scale {name!r} "
                 f"of shape {list(shape)}{'' if block is None else f' in blocks of {list(block)}'}"
             )
-        values = fp8.scale_values(self._where[scales].tensor(scales))
+        numbers, of_numbers = self._tensor(name), self._tensor(scales)
+        if index is not None:
+            numbers, of_numbers = numbers[index], fp8.scales_at(of_numbers, index, len(numbers))
+        values = fp8.scale_values(of_numbers)
         if not bool(values.isfinite().all()):
             raise ModelError(f"{self.path} is damaged: the scales of tensor {name!r} hold infinities or NaN")
-        return fp8.dequantize(self._where[name].tensor(name), values, block)
+        return fp8.dequantize(numbers, values, block)
 
     def key(self) -> str:
         return fingerprint([self.path / "config.json", *(shard.path for shard in self._shards)])

@@ -54,6 +54,11 @@ def scale_values(scales: Tensor) -> Tensor:
     return (scales.view(torch.float8_e8m0fnu) if scales.dtype in EXPONENTS else scales).float()
 
 
+def scales_at(scales: Tensor, index: int, count: int) -> Tensor:
+    """The scales of one of `count` stacked matrices, of those of all, which fit."""
+    return scales[index] if scales.dim() and len(scales) == count else scales
+
+
 def of_activations(name: str) -> set[str]:
     """The names under which a matrix may have what its activations would be rounded with."""
     return {f"{stem}{suffix}" for stem in (name.removesuffix("weight"), f"{name}_") for suffix in OF_ACTIVATIONS}

@@ -8,9 +8,7 @@ logits = head(norm(x))
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from lmstate.checkpoints.loader import WeightLoader
+from lmstate.checkpoints.loader import WeightLoader, transpose
 from lmstate.models.families import builders as b
 from lmstate.models.layers.mlp import MLP
 from lmstate.models.layers.moe import MixtureOfExperts, Router
@@ -39,11 +37,8 @@ def build(w: WeightLoader) -> Model:
     common = inner * config.int("moe_num_shared_experts", low=1, high=1024)
 
     def expert(name: str, index: int, size: tuple[int, int]) -> Weight:
-        def transposed(numbers: Tensor) -> Tensor:  # stored [experts, K, N]
-            return numbers[index].T
-
-        w.expect(name, (count, *reversed(size)))
-        return w.derived(f"{name}[{index}]", name, make=transposed, shape=size)
+        w.expect(name, (count, *reversed(size)))  # stored [experts, K, N]
+        return w.derived(f"{name}[{index}]", name, make=transpose, shape=size, of=index)
 
     def mixture(_: int, name: str) -> MixtureOfExperts:
         router = b.router_weight(w, f"{name}.router.weight", count, shape.hidden)

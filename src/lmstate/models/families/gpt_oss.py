@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lmstate import ops
 from lmstate.checkpoints.huggingface import mxfp4
-from lmstate.checkpoints.loader import WeightLoader
+from lmstate.checkpoints.loader import WeightLoader, transpose
 from lmstate.checkpoints.source import GroupedQuant
 from lmstate.models.families import builders as b
 from lmstate.models.layers.mlp import MLP, FeedForward
@@ -128,18 +128,18 @@ def _expert(w: WeightLoader, prefix: str, index: int, count: int, inner: int, hi
 
         def made(name: str, size: tuple[int, int], rows: Tensor) -> Weight:
             def make(blocks: Tensor, scales: Tensor) -> GroupedQuant:
-                return mxfp4.take_apart(blocks[index], scales[index]).rows(rows)
+                return mxfp4.take_apart(blocks, scales).rows(rows)
 
             names = (f"{name}_blocks", f"{name}_scales")
             outputs, inputs = size
             w.expect(names[0], (count, outputs, inputs // 32, 16))
             w.expect(names[1], (count, outputs, inputs // 32))
-            return w.derived(f"{name}[{index}]", *names, make=make, shape=size, stored="int8")
+            return w.derived(f"{name}[{index}]", *names, make=make, shape=size, stored="int8", of=index)
 
         return made(gate_up, shape, order), made(down, shape_down, torch.arange(hidden))
     w.expect(gate_up, (count, hidden, 2 * inner))
     w.expect(down, (count, inner, hidden))
     return (
-        w.derived(f"{gate_up}[{index}]", gate_up, make=lambda numbers: numbers[index].T[order], shape=shape),
-        w.derived(f"{down}[{index}]", down, make=lambda numbers: numbers[index].T, shape=shape_down),
+        w.derived(f"{gate_up}[{index}]", gate_up, make=lambda numbers: numbers.T[order], shape=shape, of=index),
+        w.derived(f"{down}[{index}]", down, make=transpose, shape=shape_down, of=index),
     )

@@ -207,10 +207,10 @@ def experts(
 
     def both(index: int) -> Weight:
         def made(*parts: Numbers) -> Tensor:
-            rows = torch.cat([floats(part)[index] for part in parts])
+            rows = torch.cat([floats(part) for part in parts])
             return rows if len(parts) > 1 else _parted(rows)
 
-        return w.derived(f"{'+'.join(tensors)}[{index}]", *tensors, make=made, shape=(2 * width, hidden))
+        return w.derived(f"{'+'.join(tensors)}[{index}]", *tensors, make=made, shape=(2 * width, hidden), of=index)
 
     down = f"{prefix}.down_proj"
     return [MLP(both(index), w.stacked(down, index, (count, hidden, width)), act) for index in range(count)]

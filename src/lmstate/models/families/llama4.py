@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import Tensor
-
-from lmstate.checkpoints.loader import WeightLoader
+from lmstate.checkpoints.loader import WeightLoader, transpose
 from lmstate.models.families import builders as b
 from lmstate.models.layers.attention import Attention, Temperature
 from lmstate.models.layers.mlp import MLP, FeedForward
@@ -59,11 +57,8 @@ def build(w: WeightLoader) -> Model:
         return replace(mixer, chunk=chunk if kinds[index] == "chunked_attention" else None)
 
     def expert(name: str, index: int, size: tuple[int, int]) -> Weight:
-        def transposed(numbers: Tensor) -> Tensor:  # stored [experts, K, N]
-            return numbers[index].T
-
-        w.expect(name, (count, *reversed(size)))
-        return w.derived(f"{name}[{index}]", name, make=transposed, shape=size)
+        w.expect(name, (count, *reversed(size)))  # stored [experts, K, N]
+        return w.derived(f"{name}[{index}]", name, make=transpose, shape=size, of=index)
 
     def experts(prefix: str) -> list[MLP]:
         if w.has(f"{prefix}.0.gate_proj.weight"):  # as GGUF has them

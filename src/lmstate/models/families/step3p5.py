@@ -138,10 +138,10 @@ def _experts(w: WeightLoader, moe: str, name: str, hidden: int, inner: int, act:
 
     def up(index: int) -> ops.Weight:
         def both(gate: Numbers, up: Numbers) -> Numbers:
-            return torch.cat([floats(gate)[index], floats(up)[index]])
+            return torch.cat([floats(gate), floats(up)])
 
         names = f"{moe}.gate_proj.weight", f"{moe}.up_proj.weight"
-        return w.derived(f"{moe}[{index}]", *names, make=both, shape=(2 * inner, hidden))
+        return w.derived(f"{moe}[{index}]", *names, make=both, shape=(2 * inner, hidden), of=index)
 
     return [
         MLP(up(index), w.stacked(f"{moe}.down_proj.weight", index, shape=(count, hidden, inner)), act)

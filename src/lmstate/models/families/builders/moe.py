@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
-
 from lmstate.checkpoints.config import Config
-from lmstate.checkpoints.loader import WeightLoader
+from lmstate.checkpoints.loader import WeightLoader, transpose
 from lmstate.models.families.builders.decoder import W1_W3_W2
 from lmstate.models.families.builders.dims import MAX_SIZE, Dims
 from lmstate.models.families.builders.mlp import GATE_UP_DOWN, activation, fused_mlp, mlp
@@ -172,11 +170,7 @@ def _of_all(w: WeightLoader, name: str, index: int, shape: tuple[int, int, int])
     count, height, width = shape
     if height == width or w.shape(name) != (count, width, height):
         return w.stacked(name, index, shape=shape)
-
-    def transposed(numbers: Tensor) -> Tensor:
-        return numbers[index].T
-
-    return w.derived(f"{name}[{index}]", name, make=transposed, shape=(height, width))
+    return w.derived(f"{name}[{index}]", name, make=transpose, shape=(height, width), of=index)
 
 
 def expert_count(config: Config) -> int:
