@@ -11,7 +11,7 @@ from lmstate.cluster import Cluster
 from lmstate.cluster.handle import ReplicaLost, Unreached
 from lmstate.cluster.served import ServedEngine
 from lmstate.cluster.serving import FrontFiles
-from lmstate.cluster.wire import WireNews, unpack
+from lmstate.cluster.wire import WireHeard, unpack
 from lmstate.engine import Engine
 
 
@@ -24,6 +24,7 @@ class LocalChannel:
         self.served, self.dead, self.dies_after = ServedEngine(engine, rank), False, -1
         self.taken, self.deaf, self.unreached = 0, False, 0
         self.calls, self.hangs = Counter[str](), set[str]()
+        self.told = Counter[str]()  # tokens of each request
         self.dies_in: tuple[str, bool] | None = None
 
     async def call(self, method: str, told: bytes) -> bytes:
@@ -49,13 +50,14 @@ class LocalChannel:
             raise Unreached("it was replaced")
         if method in self.hangs:
             await asyncio.Event().wait()
-        self.taken += method != "views"
-        tokens, served = 0, self.served
+        self.taken += method == "answer"
+        served = self.served
         async for data in getattr(served, method)(told):
             self.calls[method] += 1
-            if method == "answer":
-                tokens += sum(len(piece.tokens) for piece in unpack(data, WireNews).pieces)
-            self.dead = self.dead or 0 <= self.dies_after < tokens
+            if method == "news":
+                for id, news in unpack(data, WireHeard).news:
+                    self.told[id] += sum(len(piece.tokens) for piece in news.pieces)
+                    self.dead = self.dead or 0 <= self.dies_after < self.told[id]
             if self.dead or served is not self.served:
                 raise ReplicaLost("it died")
             yield data

@@ -192,7 +192,7 @@ def test_a_request_whose_sender_leaves_while_it_is_prepared_is_cancelled(monkeyp
 
         monkeypatch.setattr(served.engine, "submit", slow)
         work = Work(PicturePrompt([1, 2]), SamplingParams(max_new_tokens=10**6, ignore_eos=True))
-        told = pack(work_to_wire(work, [], served.id, "a"))
+        told = pack(work_to_wire(work, [], served.id, "a", "b"))
 
         async def leave() -> None:
             asking = asyncio.ensure_future(anext(aiter(served.answer(told))))

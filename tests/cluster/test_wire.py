@@ -21,6 +21,7 @@ from lmstate.cluster.served import ServedEngine
 from lmstate.cluster.wire import (
     ERRORS,
     WireAnswer,
+    WireHeard,
     WireNews,
     WireOneOf,
     WireQuestion,
@@ -72,9 +73,9 @@ PROMPTS = st.one_of(
 @given(prompt=PROMPTS, params=PARAMS, priority=st.integers(-3, 3), deadline=st.none() | st.floats(0.1, 9))
 def test_a_request_comes_out_of_the_wire_as_it_went_in(prompt: Any, params: Any, priority: int, deadline: Any) -> None:
     work = Work(prompt, lmstate.SamplingParams(**params), priority, deadline, 20.0, "name", "key", "salt")
-    told = unpack(pack(work_to_wire(work, [[1], [2]], "a", "b")), WireWork)
+    told = unpack(pack(work_to_wire(work, [[1], [2]], "a", "b", "c")), WireWork)
     assert work_of_wire(told, lambda lark: pytest.fail("no grammar was given")) == work
-    assert (told.answered, told.to, told.id) == ([[1], [2]], "a", "b")
+    assert (told.answered, told.to, told.id, told.feed) == ([[1], [2]], "a", "b", "c")
 
 
 def test_grammars_of_transcripts_come_out_of_the_wire(tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_grammars_of_transcripts_come_out_of_the_wire(tmp_path: Path) -> None:
             (SpeechGrammar(speech, False), [70, 71]),
         ):
             work = Work("x", lmstate.SamplingParams(grammar=grammar))
-            told = unpack(pack(work_to_wire(work, [], "a", "b")), WireWork)
+            told = unpack(pack(work_to_wire(work, [], "a", "b", "c")), WireWork)
             made = work_of_wire(told, served._compiled).params.grammar
             assert made is not None
             for token in [*begun, None]:
@@ -100,7 +101,7 @@ def test_grammars_of_transcripts_come_out_of_the_wire(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match="the grammar"):
                 served._compiled(WireOneOf(bad))
     with pytest.raises(UnsupportedError, match="replicas take those that the server compiles"):
-        work_to_wire(Work("x", lmstate.SamplingParams(grammar=Anything())), [], "a", "b")
+        work_to_wire(Work("x", lmstate.SamplingParams(grammar=Anything())), [], "a", "b", "c")
 
 
 class Anything:
@@ -123,7 +124,7 @@ class Anything:
 
 @given(st.binary(max_size=200))
 def test_what_is_no_message_is_refused(told: bytes) -> None:
-    for kind in (WireWork, WireNews):
+    for kind in (WireWork, WireNews, WireHeard):
         try:
             unpack(told, kind)
         except ReplicaLost as error:

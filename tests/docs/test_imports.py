@@ -55,6 +55,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"key", "scaling", "rolling", "parts"},
         {"placement", "handle", "ray_cluster", "pictures"},
         {"moving", "wire", "ray_channel"},
+        {"feed"},
         {"front", "remote", "served"},
         {"serving", "replica"},
         {"cluster"},

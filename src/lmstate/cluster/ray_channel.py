@@ -5,22 +5,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 from lmstate.cluster.handle import ReplicaLost, Unreached
 
 
 class RayChannel:
-    """The deployment of one rank, which has one replica. `handle`: a `DeploymentHandle`."""
+    """The deployment of one rank, which has one replica. `handle`: a `DeploymentHandle`. For one event loop."""
 
     def __init__(self, handle: Any) -> None:
-        plain = handle.options(request_serialization="msgpack", response_serialization="msgpack")
-        self._handle = plain
-        self._stream = plain.options(stream=True)
+        self._handle = handle
+
+    @cached_property
+    def _plain(self) -> Any:
+        """The handle, which sends and receives on the running loop: another thread would wake it for each message."""
+        if not self._handle.is_initialized:
+            self._handle._init(_run_router_in_separate_loop=False)
+        return self._handle.options(request_serialization="msgpack", response_serialization="msgpack")
 
     async def call(self, method: str, told: bytes) -> bytes:
         with _lost():
-            response = self._handle.options(method_name=method).remote(told)
+            response = self._plain.options(method_name=method).remote(told)
             try:
                 found: bytes = await response
             except asyncio.CancelledError:
@@ -30,7 +36,7 @@ class RayChannel:
 
     async def stream(self, method: str, told: bytes) -> AsyncGenerator[bytes]:
         with _lost():
-            response = self._stream.options(method_name=method).remote(told)
+            response = self._plain.options(method_name=method, stream=True).remote(told)
             try:
                 async for data in response:
                     yield data

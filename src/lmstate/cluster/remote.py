@@ -21,7 +21,9 @@ from lmstate.cluster.wire import (
     MOST_MESSAGE,
     WireAnswer,
     WireFacts,
+    WireFeed,
     WireFile,
+    WireHeard,
     WireNews,
     WireNote,
     WirePrompt,
@@ -70,12 +72,13 @@ class CallLoop:
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run it, without a result."""
+        self._loop.call_soon_threadsafe(self.create, work)
 
-        def create() -> None:
-            self._tasks.add(task := self._loop.create_task(work))
-            task.add_done_callback(self._tasks.discard)
-
-        self._loop.call_soon_threadsafe(create)
+    def create(self, work: Coroutine[Any, Any, Found]) -> asyncio.Task[Found]:
+        """Run it. For the loop's thread."""
+        self._tasks.add(task := self._loop.create_task(work))
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def start(self, work: Coroutine[Any, Any, Found]) -> Future[Found]:
         """Run it. Cancelling the future cancels it."""
@@ -132,7 +135,9 @@ class RemoteReplica:
         self._view, self._quiet = view, False
         self._lost: ReplicaLost | None = None
         self._lock = Lock()
-        self._listeners: dict[RemoteErrand, Listener] = {}
+        self._listeners: dict[str, Listener] = {}  # by request
+        self._feed, self._heard = uuid4().hex, 0  # the stream of their news, and the number of the last message
+        self._hearing: asyncio.Task[None] | None = None
         self._waiting: set[asyncio.Task[Any]] = set()  # for what it does beside answers, on the loop
 
     @property
@@ -159,45 +164,71 @@ class RemoteReplica:
         """
         errand = RemoteErrand(self)
         pictures = without_copies(work.prompt.media if isinstance(work.prompt, PicturePrompt) else ())
-        told = pack(work_to_wire(work, answered, self.id, errand.id))
+        told = pack(work_to_wire(work, answered, self.id, errand.id, self._feed))
         if len(told) > MOST_MESSAGE:
             raise ValueError(f"the request has {len(told):,} bytes; a front sends at most {MOST_MESSAGE:,}: shorten it")
         with self._lock:
             self._refuse_lost()
-            self._listeners[errand] = listener
+            self._listeners[errand.id] = listener
         self._loop.begin(self._follow(errand, told, pictures))
         return errand
 
     async def _follow(self, errand: RemoteErrand, told: bytes, pictures: Mapping[str, Media]) -> None:
+        if errand.id not in self._listeners:  # it was lost meanwhile
+            return
+        if self._hearing is None or self._hearing.done():
+            self._hearing = self._loop.create(self._hear())
         try:
             for _ in range(SENDS):
-                missing = await self._heard(errand, told)
+                missing = await self._unless_lost(self._answered(errand, told))
                 if missing is None:
                     return
                 for hash in missing.hashes:
                     await self._send_picture(pictures[hash])
-            self._tell(errand, Told([], 0, None, missing))
+            self._tell(errand.id, Told([], 0, None, missing))
         except ReplicaLost as error:
             self.lose(error)
         except Exception as error:
-            LOG.exception("news of a replica could not be taken")
-            self._tell(errand, Told([], 0, None, EngineError(f"the news of a replica failed: {error}")))
+            LOG.exception("a request could not be sent to a replica")
+            self._tell(errand.id, Told([], 0, None, EngineError(f"the request could not be sent: {error}")))
 
-    async def _heard(self, errand: RemoteErrand, told: bytes) -> PictureMissing | None:
-        """Tell the listener all news of a request, unless the replica needs pictures before."""
+    async def _answered(self, errand: RemoteErrand, told: bytes) -> PictureMissing | None:
+        """Have it answer a request, of which `_hear` tells. Returns the refusal if it needs pictures before."""
         stream = self._channel.stream("answer", told)
         try:
             async for data in stream:
                 heard = news_of_wire(unpack(data, WireNews))
                 if isinstance(heard.outcome, PictureMissing):
                     return heard.outcome
-                if isinstance(heard.outcome, ReplicaLost):
-                    raise heard.outcome
-                if not self._tell(errand, heard):
-                    return None
-            raise ReplicaLost(f"replica {self.id} ended an answer without an outcome")
+                self._tell(errand.id, heard)
+            return None
         finally:
             await stream.aclose()
+
+    async def _hear(self) -> None:
+        """Tell the listeners the news of their requests, while there are any."""
+        told = pack(WireFeed(self._feed))
+        try:
+            while self._listeners:
+                stream = self._channel.stream("news", told)
+                try:
+                    async for data in stream:
+                        self._take(unpack(data, WireHeard))
+                finally:
+                    await stream.aclose()
+        except ReplicaLost as error:
+            self.lose(error)
+        except Exception as error:
+            LOG.exception("news of a replica could not be taken")
+            self.lose(ReplicaLost(f"the news of replica {self.id} failed: {error}"))
+
+    def _take(self, heard: WireHeard) -> None:
+        """Raises ReplicaLost for news that do not follow the last ones."""
+        self._heard += 1
+        if (heard.of, heard.number) != (self.id, self._heard):
+            raise ReplicaLost(f"replica {self.id} was replaced, or a part of its news was lost")
+        for id, news in heard.news:
+            self._tell(id, news_of_wire(news))
 
     async def _send_picture(self, media: Media) -> None:
         upload = await self._upload(picture_parts(media))
@@ -261,14 +292,22 @@ class RemoteReplica:
         finally:
             await stream.aclose()
 
-    def _tell(self, errand: RemoteErrand, told: Told) -> bool:
-        """Whether more may follow."""
+    def _tell(self, id: str, told: Told) -> None:
+        """Tell the listener of a request, if it is there. Raises ReplicaLost if that is the outcome."""
+        if isinstance(told.outcome, ReplicaLost):
+            raise told.outcome
         with self._lock:
-            if (listener := self._listeners.get(errand)) is not None and told.outcome is not None:
-                del self._listeners[errand]
-        if listener is not None:
+            if (listener := self._listeners.get(id)) is not None and told.outcome is not None:
+                del self._listeners[id]
+        if listener is None:
+            return
+        try:
             listener(told)
-        return listener is not None and told.outcome is None
+        except Exception as error:
+            LOG.exception("news of a replica could not be taken")
+            with self._lock:
+                self._listeners.pop(id, None)
+            listener(Told([], 0, None, EngineError(f"the news of a replica failed: {error}")))
 
     def note(self, note: WireNote) -> None:
         """Send a sender's wish, until it arrives or the replica is lost. Wishes may overtake each other."""
@@ -348,7 +387,7 @@ class RemoteReplica:
         self._loop.begin(self._stop_waiting())
 
     async def _stop_waiting(self) -> None:
-        for task in list(self._waiting):
+        for task in [*self._waiting, *([] if self._hearing is None else [self._hearing])]:
             task.cancel()
 
     def _refuse_lost(self) -> None:

@@ -14,14 +14,17 @@ from typing import Any
 from uuid import uuid4
 
 from lmstate.audio.speech import OneOf, SpeechGrammar
-from lmstate.cluster.handle import Told, Unreached, submitted
+from lmstate.cluster.feed import Feeds
+from lmstate.cluster.handle import Unreached, submitted
 from lmstate.cluster.parts import Uploads, WirePart, parts_of_file
 from lmstate.cluster.pictures import KeptPictures, PictureMissing, WirePicture, read_picture
 from lmstate.cluster.wire import (
     WireAnswer,
     WireFacts,
+    WireFeed,
     WireFile,
     WireGrammar,
+    WireHeard,
     WireNews,
     WireNote,
     WireOneOf,
@@ -31,14 +34,13 @@ from lmstate.cluster.wire import (
     WireView,
     WireWork,
     error_to_wire,
-    news_to_wire,
     pack,
     unpack,
     work_of_wire,
 )
 from lmstate.engine.engine import Engine
 from lmstate.engine.request import Request
-from lmstate.engine.results import Completion, EngineClosed, Piece, hit_rate
+from lmstate.engine.results import EngineClosed, hit_rate
 from lmstate.engine.session_record import Record
 from lmstate.errors import EmbeddingsGone, SnapshotError
 from lmstate.generation.grammar import Grammar
@@ -46,31 +48,9 @@ from lmstate.state.validate import token_ids
 
 STALLED = 60.0  # seconds without a token, while there is work, after which an engine is taken for dead
 LOOK, VIEWS = 0.25, 8  # seconds between two views of a stream, and their number
+IDLE = 2.0  # seconds without requests after which a stream of news ends
 EARLY = 1000  # requests whose notes are kept before they come
 DRAIN_BELOW = 600.0  # seconds that draining may be asked to wait
-
-
-class Mailbox:
-    """News of one request, from the engine's thread to an event loop. A read takes all news that came meanwhile."""
-
-    def __init__(self) -> None:
-        self._loop, self._some = asyncio.get_running_loop(), asyncio.Event()
-        self._pieces: list[Piece] = []
-        self._outcome: Completion | BaseException | None = None
-
-    def put(self, pieces: list[Piece], outcome: Completion | BaseException | None) -> None:
-        self._loop.call_soon_threadsafe(self._take_in, pieces, outcome)
-
-    def _take_in(self, pieces: list[Piece], outcome: Completion | BaseException | None) -> None:
-        self._pieces += pieces
-        self._outcome = outcome
-        self._some.set()
-
-    async def take(self) -> tuple[list[Piece], Completion | BaseException | None]:
-        await self._some.wait()
-        self._some.clear()
-        pieces, self._pieces = self._pieces, []
-        return pieces, self._outcome
 
 
 class ServedEngine:
@@ -80,6 +60,7 @@ class ServedEngine:
         self.engine, self.rank, self.id = engine, rank, uuid4().hex
         self._requests: dict[str, Request] = {}
         self._early: OrderedDict[str, list[WireNote]] = OrderedDict()  # of requests that are not here yet
+        self._feeds = Feeds()
         self._uploads, self._pictures = Uploads(), KeptPictures()
         self._takes = True
         self._drained = False
@@ -112,7 +93,10 @@ class ServedEngine:
         return WireView(self.id, engine.load(), takes, engine.unstored, hit_rate(engine.stats()))
 
     async def answer(self, told: bytes) -> AsyncIterator[bytes]:
-        """`WireNews` of a `WireWork`, to the one with the outcome. Closing it cancels the request."""
+        """`WireNews` of a `WireWork` that is refused; nothing of another one, whose news are in its feed.
+
+        It lasts as long as the request. Closing it cancels the request.
+        """
         try:
             work = unpack(told, WireWork)
             self._refuse_replaced(work.to)
@@ -123,17 +107,19 @@ class ServedEngine:
         self._requests[work.id] = request
         for note in self._early.pop(work.id, ()):
             self._note(note)
+        feed = self._feeds.get(work.feed)
         try:
-            prompt = None if work.session is None else request.prompt
-            mailbox, outcome = Mailbox(), None
-            request.follow(mailbox.put)
-            while outcome is None:
-                pieces, outcome = await mailbox.take()
-                yield pack(news_to_wire(Told(pieces, request.computed, request.reused, outcome, prompt)))
-                prompt = None
+            await feed.follow(work.id, request, whole=work.session is not None).wait()
         finally:
+            feed.leave(work.id)
             del self._requests[work.id]
             self._left(request)
+
+    async def news(self, told: bytes) -> AsyncIterator[bytes]:
+        """`WireHeard`s of a `WireFeed`, until it has no requests for a few seconds: see `views`."""
+        feed = self._feeds.get(unpack(told, WireFeed).id)
+        async for number, news in feed.messages(IDLE):
+            yield pack(WireHeard(self.id, number, news))
 
     async def _queued(self, work: WireWork) -> Request:
         """Submit it on a thread: preparing a prompt takes long. Being cancelled meanwhile cancels it as well."""

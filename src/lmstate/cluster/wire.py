@@ -117,7 +117,8 @@ class WireWork(msgspec.Struct, frozen=True):
     """A request for a replica. Its prompt is one of `text`, `prompt` and `messages`."""
 
     to: str  # the replica
-    id: str  # of the request, for `WireNote`
+    id: str  # of the request, for `WireNote` and `WireHeard`
+    feed: str  # the stream that its news come in
     params: dict[str, Any]  # those that are not at their defaults
     answered: list[list[int]]
     text: str | None = None
@@ -172,6 +173,20 @@ class WireNews(msgspec.Struct, frozen=True):
     prompt: list[int] | None = None
     completion: Completion | None = None
     error: WireError | None = None
+
+
+class WireFeed(msgspec.Struct, frozen=True):
+    """A stream of news that a front wants to hear: of the requests that name it."""
+
+    id: str
+
+
+class WireHeard(msgspec.Struct, frozen=True, array_like=True):
+    """News of several requests, by their ids."""
+
+    of: str  # the replica
+    number: int  # one more than that of the last ones of this stream; the first is 1
+    news: list[tuple[str, WireNews]]
 
 
 class WireRecord(msgspec.Struct, frozen=True):
@@ -256,7 +271,7 @@ def unpack(told: bytes, kind: type[Message]) -> Message:
         raise ReplicaLost(f"a message that is not a {kind.__name__} came over the wire: {error}") from None
 
 
-def work_to_wire(work: Work, answered: list[list[int]], to: str, id: str) -> WireWork:
+def work_to_wire(work: Work, answered: list[list[int]], to: str, id: str, feed: str) -> WireWork:
     """Raises UnsupportedError for a grammar that is an object of this process."""
     params, grammar = work.params, work.params.grammar
     told = {
@@ -273,7 +288,7 @@ def work_to_wire(work: Work, answered: list[list[int]], to: str, id: str) -> Wir
         told["stop_token_ids"] = sorted(params.stop_token_ids)
     prompt = work.prompt
     return WireWork(
-        to, id, told, answered,
+        to, id, feed, told, answered,
         prompt if isinstance(prompt, str) else None,
         WirePrompt.of(prompt) if isinstance(prompt, PicturePrompt) else None,
         prompt if isinstance(prompt, list) else None,
