@@ -140,7 +140,7 @@ class FakeModel:
     def pictures(self) -> None:
         raise UnsupportedError("pictures are not read by models of the family 'fake'")
 
-    def new_state(self, rows: int = 1, kv: None = None) -> FakeState:
+    def new_state(self, rows: int = 1, kv: None = None, carries: int = 32) -> FakeState:
         return FakeState(rows)
 
     def __call__(
