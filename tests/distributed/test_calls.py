@@ -22,8 +22,8 @@ READS = {
     "media", "kept", "blocks", "nbytes_apart", "refuses_media",
 }  # fmt: skip
 """Methods of a state that change nothing, so that the other ranks need not hear of them."""
-NEVER = {"condition", "record_device_step"}
-"""Methods that no state over several ranks gets to: those of encoders, and of static states."""
+NEVER = {"record_device_step"}
+"""Methods that no state over several ranks gets to: those of static states."""
 BY_CALLS = {"generate", "stream", "chat", "transcribe", "embeddings"}
 """Methods of a model that do what they do by its calls."""
 OF_THE_MODEL = {"has_heads", "encode", "listen", "listener", "logits", "follow", "draft_ahead"}

@@ -40,7 +40,7 @@ def test_any_interleaving_equals_recomputation(both: Both) -> None:
     @settings(max_examples=4, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(operations=st.lists(OPERATIONS, min_size=20, max_size=20), rewind=st.sampled_from([0, 3, 16]))
     def interleave(operations: list[tuple], rewind: int) -> None:
-        run = Run(both[1], rewind)
+        run = Run(both[1], rewind, carries=32)
         for turn, (name, *arguments) in enumerate(operations):
             getattr(run, name)(*arguments)
             for row, tokens in enumerate(run.mirror.rows):

@@ -71,7 +71,7 @@ def test_any_interleaving_equals_recomputation(both: tuple[Model, ParallelModel,
     @settings(max_examples=2, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(operations=st.lists(OPERATIONS, min_size=20, max_size=20), rewind=st.sampled_from([0, 3, 16]))
     def interleave(operations: list[tuple], rewind: int) -> None:
-        run = Run(both[1], rewind)
+        run = Run(both[1], rewind, carries=32)
         for turn, (name, *arguments) in enumerate(operations):
             getattr(run, name)(*arguments)
             run.mirror.check(probe=turn % 3 == 2)

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,12 +23,13 @@ from lmstate.distributed.group import SocketGroup
 from lmstate.distributed.identity import identity
 from lmstate.distributed.open import open_part
 from lmstate.distributed.ranks import Collectives
-from lmstate.distributed.snapshots import gathered, received, slot_states
+from lmstate.distributed.snapshots import gathered, heard_source, received, slot_states
 from lmstate.models.model import Model
 from lmstate.state import Layout, Snapshot, State
 from lmstate.state.blocks import BlockPool, pieces_of
 from lmstate.state.inference_mode import ordinary_tensors
 from lmstate.state.kv.policies.storage import Quantized
+from lmstate.state.sources import SourceFeatures
 from lmstate.state.step import integers
 from lmstate.state.tree import PendingTree, TreePath
 
@@ -111,6 +113,15 @@ class Follower:
             gathered(self.group, layer, cut, lambda blocks, _: blocks)
 
     @command
+    def condition(self, number: int, row: int, told: list[Any]) -> None:
+        source = heard_source(told)
+        if isinstance(source, SourceFeatures):
+            values = torch.empty(source.shape)
+            self.group.broadcast(values)
+            source = replace(source, values=values)
+        self.states[number].condition(row, source)
+
+    @command
     def restore(self, number: int, row: int, header: list[Any]) -> None:
         self.states[number].restore(row, self._received(header))
 
@@ -139,10 +150,13 @@ class Follower:
 
     def _received(self, header: list[Any]) -> Snapshot:
         """The part of this rank of a snapshot that rank 0 sends. Its logits are zeros: rank 0 alone has those."""
-        tokens, cached, frequency_key, known, told = header
+        tokens, cached, frequency_key, known, told, source = header
         layers = [received(self.group, of, cut, self.blocks) for of, cut in zip(told, self.cuts, strict=True)]
         logits = torch.zeros(self.model.config.vocab_size) if known else None
-        return Snapshot(tuple(tokens), cached, frequency_key, logits, tuple(layers), self.model.fingerprint)
+        return Snapshot(
+            tuple(tokens), cached, frequency_key, logits, tuple(layers), self.model.fingerprint,
+            source=None if source is None else heard_source(source),
+        )  # fmt: skip
 
 
 def _heard(channel: RankChannel) -> list[Any] | None:

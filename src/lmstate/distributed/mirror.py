@@ -7,7 +7,7 @@ where that is refused, the others never hear of it. Tensors move in forwards and
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from inspect import signature
@@ -19,13 +19,15 @@ from lmstate.distributed.blocks import RankBlocks
 from lmstate.distributed.calls import CALLS, MirroredCall, listed
 from lmstate.distributed.cuts import LayerCuts
 from lmstate.distributed.ranks import Ranks
-from lmstate.distributed.snapshots import Captured, gathered, in_hand, part_of, send, slot_states, told
+from lmstate.distributed.snapshots import Captured, gathered, in_hand, part_of, send, slot_states, told, told_source
 from lmstate.errors import UnsupportedError
+from lmstate.models.parts import ModelParts
 from lmstate.state import Snapshot, State
 from lmstate.state.blocks import CapturedBlocks, pieces_of
 from lmstate.state.layers.slots import SlotState
 from lmstate.state.media import Media
 from lmstate.state.snapshot import differences
+from lmstate.state.sources import Source, SourceFeatures
 from lmstate.state.tree import PendingTree
 
 
@@ -56,6 +58,23 @@ class MirroredState(State):
                 "tree", self.link.number, tree.state.link.number, tree.counts, tree.parents, branches
             )  # fmt: skip
 
+    # ---- sources
+
+    def condition(self, row: int, source: Sequence[int] | SourceFeatures) -> None:
+        with self.link.ranks.turn():
+            super().condition(row, source)
+
+    def _encoded(self, row: int, source: Source) -> Sequence[Mapping[str, Tensor]]:
+        """As of one process, of the heads of rank 0. The others condition the row meanwhile, and encode with it."""
+        ranks, model = self.link.ranks, self.user()
+        assert isinstance(model, ModelParts) and model.encoder is not None
+        model.encoder.check(source)
+        ranks.tell("condition", self.link.number, row, told_source(source))
+        with ranks.together():
+            if isinstance(source, SourceFeatures) and source.values is not None:
+                ranks.group.broadcast(source.values)
+            return super()._encoded(row, source)
+
     def place(self, row: int, at: int, media: Media) -> None:
         raise UnsupportedError("a model over several processes reads no pictures: load it without parallel")
 
@@ -66,7 +85,7 @@ class MirroredState(State):
         ranks = self.link.ranks
         with ranks.turn() as outermost:
             own = super().snapshot(row)
-            if not outermost or not own.cached:
+            if not outermost or not any(map(len, own.layers)):
                 return own
             ranks.tell("snapshot", self.link.number, row, self._numbered(own.layers))
             with ranks.together():
@@ -131,7 +150,10 @@ class MirroredState(State):
         ranks = self.link.ranks
         sent: list[Tensor] = []
         layers = [told(layer, sent) for layer in snapshot.layers]
-        header = (list(snapshot.tokens), snapshot.cached, snapshot.frequency_key, snapshot.logits is not None, layers)
+        header = (
+            list(snapshot.tokens), snapshot.cached, snapshot.frequency_key, snapshot.logits is not None, layers,
+            None if snapshot.source is None else told_source(snapshot.source),
+        )  # fmt: skip
         ranks.tell(verb, self.link.number, row, header)
         with ranks.together():
             send(ranks.group, sent)

@@ -18,7 +18,7 @@ from lmstate.distributed.matrices import ParallelMode
 from lmstate.distributed.model import ParallelModel
 from lmstate.distributed.ranks import LOADING, Collectives, Ranks
 from lmstate.distributed.split import Splitter, layer_cuts
-from lmstate.errors import ModelError, RanksError
+from lmstate.errors import RanksError
 from lmstate.models.families import build
 from lmstate.models.model import Model
 
@@ -28,7 +28,7 @@ LOG = logging.getLogger(__name__)
 def open_parallel(opened: WeightLoader, ranks: Ranks, mode: ParallelMode = "exact") -> ParallelModel:
     """The model of an open checkpoint over the ranks, each of which opens it too.
 
-    Raises `ModelError` where a rank cannot load it, and for a model with an encoder.
+    Raises `ModelError` where a rank cannot load it.
     """
     try:
         part, cuts = _opened(opened, ranks, mode)
@@ -45,10 +45,6 @@ def _opened(opened: WeightLoader, ranks: Ranks, mode: ParallelMode) -> tuple[Mod
     with ranks.turn():
         opened.splits = True
         model = build(opened)
-        if model.encoder is not None:
-            raise ModelError(
-                f"a {model.config.family} model has an encoder, which parallel does not split: leave it out"
-            )
         dtype = str(opened.dtype).removeprefix("torch.")
         # After rank 0 has converted what is to be converted: the others find it in the cache.
         ranks.tell(

@@ -18,6 +18,7 @@ from lmstate.state import LayerState, Snapshot, State
 from lmstate.state.blocks import CapturedBlocks, Parts
 from lmstate.state.layers.composite import CompositeState
 from lmstate.state.layers.slots import SlotState
+from lmstate.state.sources import Source, SourceFeatures
 
 Captured = Mapping[str, Tensor]
 
@@ -99,6 +100,16 @@ def received(group: Collectives, told: Mapping[str, Any], cut: LayerCut, held: H
     for tensor in layer.values():
         group.broadcast(tensor)
     return part_of(layer, cut, group.rank)
+
+
+def told_source(source: Source) -> list[Any]:
+    """A source in JSON values, without the values of features."""
+    return ["features", source.to_json()] if isinstance(source, SourceFeatures) else ["ids", list(source)]
+
+
+def heard_source(told: Sequence[Any]) -> Source:
+    kind, value = told
+    return SourceFeatures.from_json("a command", value) if kind == "features" else tuple(value)
 
 
 def slot_states(state: State, cuts: LayerCuts) -> Iterator[tuple[LayerCut, SlotState]]:

@@ -37,6 +37,7 @@ from lmstate.models.block import Block
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.cca import CompressedConvAttention
 from lmstate.models.layers.compressed_attention import CompressedAttention
+from lmstate.models.layers.cross_attention import CrossAttention
 from lmstate.models.layers.in_states import beside_states, read_by_state
 from lmstate.models.layers.mla import MultiHeadLatentAttention
 from lmstate.models.layers.mlp import MLP
@@ -72,6 +73,7 @@ class Splitter(MatrixParts):
             entry=mapped(model.network.entry, self.part, done),
             exit=mapped(model.network.exit, self.part, done),
             blocks=mapped(model.blocks, self.part, done),
+            encoder=mapped(model.network.encoder, self.part, done),
         )
         name = model.fingerprint + (f" parallel=sum:{self.ranks}" if self.mode == "sum" else "")
         return replace(model, network=network, _fingerprint=name)
@@ -103,7 +105,9 @@ class Splitter(MatrixParts):
 
     def cut_mixer(self, whole: Any, cut: LayerCut, done: dict[int, Any]) -> Any:
         if not isinstance(cut, Members):
-            return self.attention(whole, cut) if isinstance(cut, tuple) else part_of_recurrence(self, whole)
+            if not isinstance(cut, tuple):
+                return part_of_recurrence(self, whole)
+            return self.cross(whole, cut) if isinstance(whole, CrossAttention) else self.attention(whole, cut)
         first, second, *_ = cut.cuts
         if isinstance(whole, ParallelHybrid):
             attention, other = self.mixer(whole.attention, first, done), self.mixer(whole.other, second, done)
@@ -135,7 +139,9 @@ class Splitter(MatrixParts):
             biases=at(whole.biases, own),
         )
 
-    def heads(self, whole: Attention | RelativeAttention, kv_heads: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def heads(
+        self, whole: Attention | RelativeAttention | CrossAttention, kv_heads: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
         """The numbers of the query heads and of the key/value heads of this rank."""
         own_kv = span(kv_heads, self.group.rank)
         return features(own_kv, whole.heads // whole.kv_heads), own_kv
@@ -152,6 +158,22 @@ class Splitter(MatrixParts):
         if whole.gates:
             rows.append(first + features(own, whole.gates // whole.heads))
         return torch.cat(rows)
+
+    def cross(self, whole: CrossAttention, kv_heads: Sequence[int]) -> CrossAttention:
+        """Attention of the heads of this rank to a source."""
+        own, own_kv = self.heads(whole, kv_heads)
+        queries, kv = features(own, whole.head_dim), features(own_kv, whole.head_dim)
+        kv = torch.cat([kv, whole.kv_heads * whole.head_dim + kv])
+        return replace(
+            whole,
+            queries=self.rows(whole.queries, queries),
+            query_bias=at(whole.query_bias, queries),
+            kv=self.rows(whole.kv, kv),
+            kv_bias=at(whole.kv_bias, kv),
+            out=self.second(whole.out, times(kv_heads, whole.heads // whole.kv_heads * whole.head_dim)),
+            heads=len(own),
+            kv_heads=len(own_kv),
+        )
 
     def transformer(self, whole: SharedTransformer, cut: LayerCut, done: dict[int, Any]) -> SharedTransformer:
         """The transformer block of Zamba, whose attention and its adapters have the heads of this rank."""
@@ -358,6 +380,12 @@ def layer_cuts(blocks: Sequence[Block], ranks: int) -> LayerCuts:
 def _cut(mixer: object, ranks: int) -> LayerCut:
     if type(mixer) is Attention:
         return tuple(heads_of(mixer.kv_heads, ranks)) if _splits(mixer, ranks) else ()
+    if type(mixer) is CrossAttention:
+        return (
+            tuple(heads_of(mixer.kv_heads, ranks))
+            if ranks <= mixer.kv_heads and mixer.heads % mixer.kv_heads == 0
+            else ()
+        )
     if isinstance(mixer, ParallelHybrid):
         return Members((_cut(mixer.attention, ranks), _cut(mixer.other, ranks)))
     if isinstance(mixer, ZambaHybrid):

@@ -44,9 +44,9 @@ class Encoder:
     def __call__(self, source: Sequence[int] | SourceFeatures) -> Tensor:
         """Float32 `[1, S, E]` of a text of S ids, or of the features of a sound.
 
-        Raises `StateError` for a source of the other kind, `CapacityError` for more ids than it has learned positions
-        for.
+        Raises the errors of `check`.
         """
+        self.check(source)
         x, tokens = self._features(source) if isinstance(source, SourceFeatures) else self._text(source)
         count, device = x.shape[1], x.device
         step = Step((0,), (count,), device, (count,), chunk=count)
@@ -57,26 +57,33 @@ class Encoder:
             x = block(x, step, nothing)
         return x if self.norm is None else ops.norm(x, self.norm)
 
-    def _text(self, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The stream, and the ids int64 `[1, S]`."""
-        if isinstance(self.embed, SoundFrames):
+    def check(self, source: Sequence[int] | SourceFeatures) -> None:
+        """Raise `StateError` for a source of the other kind, `CapacityError` for more ids than it has learned positions
+        for."""
+        if isinstance(source, SourceFeatures):
+            if not isinstance(self.embed, SoundFrames):
+                raise StateError("a sound was given as a source, and the model's encoder reads texts: give token ids")
+            if source.values is None or source.shape != self.embed.shape:
+                raise StateError(
+                    f"a source of features {list(source.shape)} was given; this model's encoder reads "
+                    f"{list(self.embed.shape)}, with their values: make it again with Model.listen"
+                )
+        elif self.hears:
             raise StateError("a source of token ids was given, and the model's encoder reads sounds: see Model.listen")
-        if isinstance(self.entry, LearnedPositions) and (count := len(ids)) > self.entry.count:
+        elif isinstance(self.entry, LearnedPositions) and (count := len(source)) > self.entry.count:
             raise CapacityError(
                 f"a source of {count} tokens was given; the encoder has learned {self.entry.count} positions and knows "
                 "no others: give a shorter source"
             )
+
+    def _text(self, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The stream, and the ids int64 `[1, S]`."""
+        assert not isinstance(self.embed, SoundFrames)
         tokens = torch.tensor([list(ids)], device=self.embed.device)
         x = self.embed.rows(tokens)
         return x if self.embed_scale == 1.0 else x * self.embed_scale, tokens
 
     def _features(self, source: SourceFeatures) -> tuple[Tensor, Tensor]:
         """The stream, and no ids."""
-        if not isinstance(self.embed, SoundFrames):
-            raise StateError("a sound was given as a source, and the model's encoder reads texts: give token ids")
-        if source.values is None or source.shape != self.embed.shape:
-            raise StateError(
-                f"a source of features {list(source.shape)} was given; this model's encoder reads "
-                f"{list(self.embed.shape)}, with their values: make it again with Model.listen"
-            )
+        assert isinstance(self.embed, SoundFrames) and source.values is not None
         return self.embed(source.values), torch.empty(0, dtype=torch.int64)

@@ -25,7 +25,7 @@ from lmstate.state.media import Media, MediaSpan, before_picture, refusal, withi
 from lmstate.state.rewind import lost_embeddings, nearest_mark, rewind_layers
 from lmstate.state.rows import Mark, Row
 from lmstate.state.snapshot import Snapshot, differences
-from lmstate.state.sources import SourceFeatures
+from lmstate.state.sources import Source, SourceFeatures
 from lmstate.state.stepping import SteppedRows
 from lmstate.state.tree import PendingTree
 from lmstate.state.validate import token_ids, whole_number
@@ -101,11 +101,16 @@ class State(SteppedRows):
             if not source:
                 raise StateError(f"condition({row}, ...) was given an empty source; a source has at least one token")
         changes = Changes()
-        for layer, tensors in zip(self.layers, self._encode(source), strict=True):
+        for layer, tensors in zip(self.layers, self._encoded(row, source), strict=True):
             if layer.conditioned:
                 layer.restore(row, 0, tensors, changes)
         kept = source.without_values() if isinstance(source, SourceFeatures) else source
         self._apply(changes, self._with(row, own._replace(source=kept, logits=None, marks=())))
+
+    def _encoded(self, row: int, source: Source) -> Sequence[Mapping[str, Tensor]]:
+        """The keys and values of a source for each layer, of which a row is about to get some."""
+        assert self._encode is not None
+        return self._encode(source)
 
     @ordinary_tensors
     def queue(self, row: int, ids: Sequence[int]) -> None:
