@@ -5,7 +5,7 @@ as fast as those of transformers, in the same process and by turns. Beside decod
 (`lmstate inspect MODEL` shows the same parts), and how much of the bandwidth of plain sums that is. Heads are a quarter
 to an eighth of the published number, those of an index too.
 
-`python -m bench.chosen [--threads N] [--cpu-time] [--decode] [name ...]`
+`python -m bench.chosen [--threads N] [--cpu-time] [--only decode|prompts] [--rounds N] [name ...]`
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bench.hybrids import Ours, Peer, Result, alternate, checkpoint, decode, res
 from bench.limits import bandwidth
 
 SHORT, LONG, PROMPT = 4000, 32_000, 8000
-ROUNDS, PROMPTS = 9, 3
+ROUNDS = 9  # of decode
 LONGER, FASTER = 1.3, 2.0  # the bars
 SMALL: dict[str, Any] = {
     "vocab_size": 32_768,
@@ -110,15 +110,17 @@ SHAPES: dict[str, Callable[[], Any]] = {
 }
 
 
-def measure(name: str, prompts: bool) -> Iterator[Result]:
+def measure(name: str, only: str | None, rounds: int) -> Iterator[Result]:
     with checkpoint(name, SHAPES) as folder:
         short = Ours(folder)
         long = Ours.of(short.model)
-        if prompts:
+        if only != "decode":
             peer, prompt = Peer(folder), text(PROMPT)
-            times = alternate(lambda: short.prefill(prompt), lambda: peer.prefill(prompt), PROMPTS)
+            times = alternate(lambda: short.prefill(prompt), lambda: peer.prefill(prompt), rounds)
             del peer
             yield result(name, f"prompt of {PROMPT}", times, 1, FASTER)
+        if only == "prompts":
+            return
         short.prefill(text(SHORT))
         long.prefill(text(LONG))
         row = result(
@@ -153,7 +155,8 @@ if __name__ == "__main__":
     parser.add_argument("names", nargs="*", choices=[[], *SHAPES])
     parser.add_argument("--threads", type=int)
     parser.add_argument("--cpu-time", action="store_true", help="count the process's own seconds; see `hybrids.clock`")
-    parser.add_argument("--decode", action="store_true", help="no prompts, and no transformers")
+    parser.add_argument("--only", choices=("decode", "prompts"), help="decode needs no transformers to run beside")
+    parser.add_argument("--rounds", type=int, default=3, help="of prompts")
     given = parser.parse_args()
     if given.threads:
         torch.set_num_threads(given.threads)
@@ -161,5 +164,5 @@ if __name__ == "__main__":
         hybrids.clock = time.process_time
     with torch.inference_mode():
         for name in given.names or SHAPES:
-            for row in measure(name, not given.decode):
+            for row in measure(name, given.only, given.rounds):
                 print(hybrids.line(row), flush=True)
