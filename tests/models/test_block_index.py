@@ -15,6 +15,7 @@ from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_source
 from lmstate.models.families import build
 from lmstate.ops.types.block_table import BLOCK_TOKENS
+from lmstate.state.layers import indexed_attention
 from tests.zoo import CASES, auto, ours, randomize, text
 
 CASE = "minimax_m3"
@@ -23,14 +24,33 @@ CASE = "minimax_m3"
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv": kv.Quantized(8)}, "in floats alone"),
+        ({"kv": kv.Quantized(4)}, "floats or 8 bits alone"),
         ({"kv": kv.Recent(40)}, "none can be forgotten"),
-        ({"static": True, "capacity": 100}, "in floats alone"),
+        ({"static": True, "capacity": 100}, "floats or 8 bits alone"),
     ],
 )
 def test_storages_that_such_a_layer_has_not_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(lmstate.UnsupportedError, match=message):
         ours(CASE).new_state(**options)
+
+
+def test_keys_and_values_of_8_bits_are_near_those_of_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where both attend to the same blocks: each choice is that of the floats, and cuts change no bit."""
+    choices: list[torch.Tensor] = []
+    choose = indexed_attention.choose_blocks
+
+    def recording(*given: Any, **more: Any) -> torch.Tensor:
+        choices.append(choose(*given, **more))
+        return choices[-1]
+
+    model, ids = ours("minimax_m3-groups"), text(90)[0].tolist()
+    monkeypatch.setattr(indexed_attention, "choose_blocks", recording)
+    exact = model([ids], model.new_state(), logits="all")
+    monkeypatch.setattr(indexed_attention, "choose_blocks", lambda *_, **__: choices.pop(0))
+    coded = model([ids], model.new_state(kv=kv.Quantized(8)), logits="all")
+    assert not choices
+    # Where a token's experts change, it is far off.
+    assert 0 < (coded - exact).abs().quantile(0.8) < 0.05 * exact.std()
 
 
 def test_a_layer_stores_a_key_of_each_position_beside_keys_and_values() -> None:

@@ -29,7 +29,7 @@ LAYER = 3
     ("options", "message"),
     [
         ({"kv": kv.Recent(40)}, "none can be forgotten"),
-        ({"static": True, "capacity": 100}, "in floats alone"),
+        ({"static": True, "capacity": 100}, "floats or 8 bits alone"),
     ],
 )
 def test_storages_that_such_a_layer_has_not_are_refused(case: str, options: dict[str, Any], message: str) -> None:
@@ -37,15 +37,15 @@ def test_storages_that_such_a_layer_has_not_are_refused(case: str, options: dict
         ours(case).new_state(**options)
 
 
-def test_keys_and_values_are_chosen_as_floats() -> None:
-    with pytest.raises(lmstate.UnsupportedError, match="in floats alone"):
-        ours("qwen4_exp").new_state(kv=kv.Quantized(8))
+def test_keys_and_values_have_8_bits_and_no_fewer() -> None:
+    with pytest.raises(lmstate.UnsupportedError, match="floats or 8 bits alone"):
+        ours("qwen4_exp").new_state(kv=kv.Quantized(4))
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_latents_may_be_quantized(bits: int) -> None:
+@pytest.mark.parametrize(("case", "bits"), [("glm5_next", 8), ("glm5_next", 4), ("qwen4_exp", 8)])
+def test_what_is_chosen_may_be_quantized(case: str, bits: int) -> None:
     """The choice is of keys in floats. What is expanded follows it in short steps, and takes all in a prompt."""
-    model, ids = ours("glm5_next"), text(90)[0].tolist()
+    model, ids = ours(case), text(90)[0].tolist()
     exact = model([ids], model.new_state(), logits="all")
     state = model.new_state(kv=kv.Quantized(bits))
     whole = model([ids], state, logits="all")

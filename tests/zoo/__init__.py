@@ -45,7 +45,7 @@ for kind in KINDS:
 ENCODERS: dict[str, Make] = import_module("tests.zoo.encoders").CASES  # whose tokens read a source
 SOUNDS: dict[str, SourceFeatures] = {}  # that `source` made, by their hashes
 GROWING = tuple(case for case in CASES if case.startswith(("deepseek_v4", "glm5_next", "minimax_m3", "qwen4_exp")))
-"""Cases whose states are not static; and those of GLM-5.3 alone can be quantized."""
+"""Cases whose states are not static; those of DeepSeek-V4 are not quantized either."""
 TEXT_PARTS = import_module("tests.zoo.text_parts").CASES  # the layers of other cases, in wrappers
 
 # What the suite runs where only the soak runs all: a case of each family, and its variants that keep another state.

@@ -6,6 +6,7 @@ one is.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import numpy as np
@@ -14,12 +15,13 @@ from torch import Tensor
 
 from lmstate.ops import dispatch
 from lmstate.ops.attention.attend import attend
+from lmstate.ops.attention.attend_quantized import attend_quantized
 from lmstate.ops.attention.choose import GATHERED, SCORES, gather_positions
 from lmstate.ops.cuda import attention as cuda
 from lmstate.ops.cuda import chosen as cuda_chosen
 from lmstate.ops.dense.linear import linear
 from lmstate.ops.types.block_table import BLOCK_TOKENS, BlockTable, Stored, dense
-from lmstate.ops.types.params import AttentionParams
+from lmstate.ops.types.params import AttentionParams, QuantizedKV
 from lmstate.ops.types.slab_table import SlabTable
 from lmstate.ops.weights.grouped import FloatWeight
 
@@ -107,12 +109,50 @@ def attend_blocks(
     if q.dtype == torch.float32 and dispatch.gpu(q, k, v) and cuda.can_read(k, v) and params.plain:
         held = cast(SlabTable, k), cast(SlabTable, v)
         return cuda_chosen.attend_blocks(q, *held, chosen, starts, counts, params, size)
-    rows, width, heads, dim = q.shape
+
+    def seen(queries: Tensor, held: Sequence[Tensor], starts: Tensor, counts: Tensor) -> Tensor:
+        keys, values = held
+        return attend(queries, keys, values, starts, counts, params)
+
+    return _attend_beside(q, (k, v), chosen, starts, counts, size, v.shape[3], seen)
+
+
+def attend_coded_blocks(
+    q: Tensor,
+    kv: QuantizedKV,
+    chosen: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    params: AttentionParams,
+    *,
+    size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`attend_blocks` over codes of 8 bits, which are put side by side. `dtype`: as in `attend_quantized`."""
+
+    def seen(queries: Tensor, held: Sequence[Tensor], starts: Tensor, counts: Tensor) -> Tensor:
+        return attend_quantized(queries, None, None, QuantizedKV(kv.bits, *held), starts, counts, params, dtype=dtype)
+
+    return _attend_beside(q, kv.tensors, chosen, starts, counts, size, kv.v.shape[3], seen)
+
+
+def _attend_beside(
+    q: Tensor,
+    held: Sequence[Stored],
+    chosen: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    size: int,
+    value_dim: int,
+    attend: Callable[[Tensor, Sequence[Tensor], Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Put the chosen blocks of what is stored, `[R, K, S, ...]` each, side by side, and attend to them."""
+    rows, width, heads, _ = q.shape
     groups, device = chosen.shape[2], chosen.device
-    each = heads // groups
+    each, kv_heads = heads // groups, held[0].shape[1]
     starts, counts = starts.to(device)[:, None], counts.to(device)[:, None]
     offsets, inside, parts = torch.arange(width, device=device), torch.arange(size, device=device), []
-    tokens = max(1, GATHERED // max(rows * chosen.shape[3] * size * (dim + v.shape[3]), 1))
+    tokens = max(1, GATHERED // max(rows * chosen.shape[3] * size * sum(x.shape[3] for x in held), 1))
     for first in range(0, max(width, 1), tokens):
         some = slice(first, first + tokens)
         own = torch.minimum(starts + offsets[some], starts + counts - 1)[:, :, None, None, None]
@@ -121,15 +161,15 @@ def attend_blocks(
         real = (offsets[some] < counts).flatten().long().cpu()
         seen = []
         for group in range(groups):
-            at, head = places[:, :, group].flatten(1), group * k.shape[1] // groups
+            at, head = places[:, :, group].flatten(1), group * kv_heads // groups
             # A row of its own for each query, which is at the last of what it sees.
-            keys, values = (
-                gather_positions(x, at, head).unflatten(1, (-1, places.shape[3])).flatten(0, 1)[:, None] for x in (k, v)
-            )
+            found = [
+                gather_positions(x, at, head).unflatten(1, (-1, places.shape[3])).flatten(0, 1)[:, None] for x in held
+            ]
             queries = q[:, some, group * each : (group + 1) * each].flatten(0, 1)[:, None]
             last = ((places[:, :, group] >= 0).sum(-1).flatten() - 1).clamp(min=0).cpu()
-            seen.append(attend(queries, keys, values, last, real, params))
-        parts.append(torch.cat(seen, dim=2).view(rows, -1, heads, v.shape[3]))
+            seen.append(attend(queries, found, last, real))
+        parts.append(torch.cat(seen, dim=2).view(rows, -1, heads, value_dim))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 

@@ -66,10 +66,7 @@ def attend_quantized(
     if known and dispatch.gpu(q, *(new or ()), kv.k, params.sinks) and cuda.can_read_codes(kv, q):
         return cuda.attend_codes(q, new, kv, starts, counts, params, mask, dtype)
     if new is not None:
-        if body is not None:
-            body.attend_quantized(q, new, None, kv, starts, counts, params, mask, stores_only=True)
-        else:
-            _store(new, kv, starts, counts)
+        store_quantized(q, new, kv, starts, counts, params, mask)
     if body is not None:
         blocks = []
         for first, block in zip(range(0, q.shape[1], most), q.split(most, dim=1)):
@@ -95,6 +92,23 @@ def attend_quantized(
     else:
         seen = _attend_blocks(kv_format.hadamard(q), rings, rings.tail, starts, counts, dtype, params, mask)
     return kv_format.hadamard(seen)
+
+
+def store_quantized(
+    q: Tensor,
+    new: tuple[Tensor, Tensor],
+    kv: QuantizedKV,
+    starts: Tensor,
+    counts: Tensor,
+    params: AttentionParams,
+    mask: CausalMask = FULL_CAUSAL,
+) -> None:
+    """Store new keys, which are turned, and values for the attention of `attend_quantized`, which takes the same."""
+    body = _native(q, new, kv, params.sinks)
+    if body is not None:
+        body.attend_quantized(q, new, None, kv, starts, counts, params, mask, stores_only=True)
+    else:
+        _store(new, kv, starts, counts)
 
 
 def _native(

@@ -12,6 +12,8 @@ from lmstate.state.kv.policies.base import Evicting
 from lmstate.state.kv.policies.storage import Dense, Quantized
 from lmstate.state.kv.quantized.attention import (
     QuantizedAttentionState,
+    QuantizedChosenBlocksState,
+    QuantizedIndexedAttentionState,
     QuantizedIndexedLatentState,
     QuantizedLatentState,
 )
@@ -123,19 +125,22 @@ def indexed_attention_state(
 ) -> IndexedAttentionState:
     """The state of a layer whose index chooses blocks of keys and values.
 
-    Raises `UnsupportedError` for static states, and for policies that forget or quantize.
+    Raises `UnsupportedError` for static states, for policies that forget, and for fewer than 8 bits.
     """
-    return IndexedAttentionState(
-        _gathered(layout), kv_heads, head_dim, index_dim, choice, rotate_by=rotate_by, rotate_index_by=rotate_index_by
-    )
+    kind = QuantizedIndexedAttentionState if isinstance(layout.kv, Quantized) else IndexedAttentionState
+    layout = _gathered(layout)
+    return kind(
+        layout, kv_heads, head_dim, index_dim, choice, rotate_by=rotate_by, rotate_index_by=rotate_index_by
+    )  # fmt: skip
 
 
 def pooled_index_state(
     layout: Layout, kv_heads: int, head_dim: int, pooling: Pooling, *, rotate_by: Shift | None
 ) -> PooledIndexState:
     """The same of a layer whose index has one key for the `pooling.rate` positions of a block."""
+    kind = QuantizedChosenBlocksState if isinstance(layout.kv, Quantized) else ChosenBlocksState
     layout = _gathered(layout)
-    keys = ChosenBlocksState(layout, kv_heads, head_dim, pooling.rate, rotate_by=rotate_by)
+    keys = kind(layout, kv_heads, head_dim, pooling.rate, rotate_by=rotate_by)
     return PooledIndexState(layout, keys, pooling)
 
 
@@ -149,14 +154,14 @@ def pooled_latent_state(layout: Layout, latent_dim: int, rope_dim: int, pooling:
 
 
 def _gathered(layout: Layout) -> Layout:
-    """`layout` in its policy's dtype. Raises `UnsupportedError` for static states, and where positions are forgotten
-    or quantized."""
+    """`layout` in its policy's dtype. Raises `UnsupportedError` for static states, where positions are forgotten, and
+    for fewer than 8 bits."""
     layout = keeping_all(layout)
-    refused = "kv=" + str(layout.kv) if isinstance(layout.kv, Quantized) else "static=True" if layout.static else None
-    if refused is not None:
+    few = isinstance(layout.kv, Quantized) and layout.kv.bits < 8
+    if few or layout.static:
         raise UnsupportedError(
-            f"{refused} was asked for; a layer of this model gathers what an index chooses, "
-            "which is done for growing states in floats alone: leave it out, or use Dense()"
+            f"{f'kv={layout.kv}' if few else 'static=True'} was asked for; a layer of this model gathers what an index "
+            "chooses, which is done for growing states in floats or 8 bits alone: leave it out, or use Quantized(8)"
         )
     return stored_as(layout, layout.kv)
 

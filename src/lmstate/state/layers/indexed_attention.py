@@ -52,8 +52,14 @@ class ChosenBlocksState(AttentionState):
         keys, values = new
         if rotation is not None:
             q, keys = ops.rope(q, *rotation), ops.rope(keys, *rotation)
+        return self.attend_chosen(q, (keys, values), chosen, step, params)
+
+    def attend_chosen(
+        self, q: Tensor, new: tuple[Tensor, Tensor], chosen: Tensor, step: Step, params: ops.AttentionParams
+    ) -> Tensor:
+        """Store new keys and values `[R, T, K, D]`, and attend to chosen blocks `[R, T, J, k]`."""
         k, v, spans = self.stored("k"), self.stored("v"), (step.starts_t, step.counts_t)
-        ops.append(keys, values, k, v, *spans)
+        ops.append(*new, k, v, *spans)
         return attend_blocks(q, k, v, chosen, *spans, params, size=self.size)
 
 

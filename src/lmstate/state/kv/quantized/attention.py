@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
+from lmstate.ops.attention.attend_blocks import attend_coded_blocks
 from lmstate.ops.attention.attend_latent import attend_latent
-from lmstate.ops.attention.attend_quantized import WHOLE, attend_quantized
+from lmstate.ops.attention.attend_quantized import WHOLE, attend_quantized, store_quantized
 from lmstate.ops.attention.choose import attend_chosen, gather_positions
 from lmstate.ops.types import kv_format
 from lmstate.ops.types.block_table import Stored, dense
@@ -17,6 +18,7 @@ from lmstate.state.gradients import refused, wanted
 from lmstate.state.kv.policies.storage import Quantized
 from lmstate.state.layers.attention import AttentionState
 from lmstate.state.layers.base import Layout
+from lmstate.state.layers.indexed_attention import ChosenBlocksState, IndexedAttentionState
 from lmstate.state.layers.latent import IndexKeys, LatentState, Shift
 from lmstate.state.layers.slots import SlotState
 from lmstate.state.step import Step
@@ -62,6 +64,24 @@ class QuantizedAttentionState(AttentionState):
 
     def refuses_drop(self, row: int) -> str | None:
         return REFUSAL
+
+
+class QuantizedChosenBlocksState(ChosenBlocksState, QuantizedAttentionState):
+    """8-bit codes and scales, of which a step may attend to chosen blocks alone."""
+
+    def attend_chosen(
+        self, q: Tensor, new: tuple[Tensor, Tensor], chosen: Tensor, step: Step, params: ops.AttentionParams
+    ) -> Tensor:
+        kv, spans = quantized_kv(self.all_stored(), 8), (step.starts_t, step.counts_t)
+        store_quantized(q, (new[0].detach(), new[1].detach()), kv, *spans, params)
+        seen = attend_coded_blocks(q, kv, chosen, *spans, params, size=self.size, dtype=self.layout.dtype)
+        return refused(seen, LOSS) if wanted(q, *new) else seen
+
+
+class QuantizedIndexedAttentionState(IndexedAttentionState, QuantizedChosenBlocksState):
+    """The same, and the keys of an index as they are."""
+
+    what = "quantized keys and values, and index keys"
 
 
 class QuantizedLatentState(LatentState):
