@@ -116,7 +116,7 @@ def _open(path: Path) -> TensorFile | None:
 
 
 def _save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """A safetensors file whose data begin on a cache line, those with whole lines first: kernels read it as it lies."""
+    """A safetensors file whose data begin on a cache line, those with whole lines first: kernels read it as it is."""
     written = int(time.time()) // 2 * 2 * 10**9  # a time that every file system can keep, in nanoseconds
     metadata = {**metadata, "written": str(written)}
     ordered = sorted(tensors.items(), key=lambda item: (-(item[1].nbytes & -item[1].nbytes), item[0]))

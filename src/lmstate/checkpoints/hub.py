@@ -180,7 +180,7 @@ def weights_of(name: str | os.PathLike[str]) -> tuple[str, str | None]:
 
 
 def served_name(model: str) -> str:
-    """The name that clients ask by: of a file or a folder, not where it lies."""
+    """The name that clients ask by: of a file or a folder, not where it is."""
     return Path(os.path.abspath(model)).name if Path(model).exists() else model  # a link's own name counts
 
 

@@ -84,7 +84,7 @@ class WeightLoader:
         self.activations = activations
         self.context_size = context_size
         self.placement = DevicePlacement.of(device)
-        self.device = self.placement.devices[0]  # on which what is asked for next is to lie
+        self.device = self.placement.devices[0]  # on which what is asked for next is to be
         self.config = Config(source.config, f"config of {source.path}")
         self.float_kind = "bfloat16" if multiplies_bfloat16(self.device) else "float32"
         self.kind = kind = source.weights if kind == "auto" else kind
@@ -93,7 +93,7 @@ class WeightLoader:
             stays_float32 = kind == "float32" or (kind == "auto" and self.float_kind == "float32" and not quantized)
             dtype = torch.float32 if stays_float32 else torch.bfloat16
         self.dtype = dtype
-        self.splits = False  # whether each process keeps parts of the matrices: whole ones stay where they lie
+        self.splits = False  # whether each process keeps parts of the matrices: whole ones stay where they are
         self._packed = (
             ConversionCache(cache / source.key() / f"{kind}-{self.float_kind}.safetensors", source.path)
             if cache
@@ -356,7 +356,7 @@ class WeightLoader:
         if self.device.type != "cpu":
             return weight.to(self.device)
         if self.splits or weight.nbytes > self._spare:
-            return weight  # where it lies, in a mapped file say
+            return weight  # where it is, in a mapped file say
         packed = to_bfloat12(weight.in_large_pages())
         self._spare -= packed.nbytes if packed is not weight else 0
         return packed

@@ -50,7 +50,7 @@ class GroupedQuant:
 
 
 class RowTable(Protocol):
-    """A matrix `[N, K]` of which few rows are read at a time, where it lies. A float tensor is one."""
+    """A matrix `[N, K]` of which few rows are read at a time, where it is. A float tensor is one."""
 
     @property
     def shape(self) -> Sequence[int]: ...

@@ -1,6 +1,6 @@
 """Ranks that the environment gives, as torchrun does: the same program runs in each of them, and rank 0 leads.
 
-Rank 0 tells the others through the store of torchrun where it listens, or why it will not. Their sockets lie in a
+Rank 0 tells the others through the store of torchrun where it listens, or why it will not. Their sockets are in a
 private folder where all ranks are on one machine. Those of several machines are TCP, for a private network alone:
 nothing is encrypted, and a secret that the store holds admits a connection.
 """

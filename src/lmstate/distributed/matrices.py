@@ -60,7 +60,7 @@ class MatrixParts:
         return self._made[key]
 
     def second(self, weight: Weight, inputs: Sequence[int], norm: Norm | None = None) -> Weight:
-        """A matrix whose inputs lie on the ranks, `inputs[rank]` on each; a norm reads all of them first."""
+        """A matrix whose inputs are on the ranks, `inputs[rank]` on each; a norm reads all of them first."""
         unit = group_of(weight)
         if self.mode == "exact" or norm is not None or any(width % unit for width in inputs):
             return self.outputs(weight, inputs)

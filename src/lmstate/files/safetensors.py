@@ -1,7 +1,7 @@
 """One safetensors file: its header checked in full before a byte of it is used; and how one is written.
 
 Format: 8 bytes little-endian header length, a JSON header `{name: {dtype, shape, data_offsets}}`, then the data, whose
-tensors lie back to back (https://github.com/huggingface/safetensors).
+tensors are back to back (https://github.com/huggingface/safetensors).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: dict[
     """Write contiguous tensors on the processor as a safetensors file. Raises `OSError`."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": metadata}
-    # The widest elements first, so that all lie aligned.
+    # The widest elements first, so that all are aligned.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
     end = 0
     for name, tensor in ordered:

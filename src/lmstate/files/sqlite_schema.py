@@ -40,7 +40,7 @@ def use_wal(connection: sqlite3.Connection, seconds: float) -> None:
 def unusable(file: Path, error: sqlite3.Error, what: str) -> OSError:
     """The error for a file that cannot be opened as `what`; only one that is something else is to be removed.
 
-    SQLite's operational errors are of what lies around a file: no space, no permission, a lock that others hold.
+    SQLite's operational errors are about the surroundings of a file: no space, no permission, a lock that others hold.
     """
     if isinstance(error, sqlite3.OperationalError):
         return OSError(f"{file} cannot be opened to read and write: {error}")

@@ -308,7 +308,7 @@ class AnswerRow:
         self.finished = self.stopped_by = None
 
     def kept(self) -> int:
-        """Number of tokens that lie wholly before the answer's end: all, or those before a stop string."""
+        """Number of tokens that are wholly before the answer's end: all, or those before a stop string."""
         return self._text.kept()
 
     def certain(self) -> int:

@@ -38,7 +38,7 @@ class Block:
     scale: float = 1.0  # of what each part adds to the stream
     parallel: bool = False  # both parts read the same input
     output_hook: Callable[[Tensor, Step], Tensor] | None = None  # applied to the stream after both, `[R, T, E]`
-    device: torch.device | None = None  # where it lies, in a model over several devices
+    device: torch.device | None = None  # where it is, in a model over several devices
     offload: Offload[Any] | None = None  # of a block whose weights are in host memory: what brings them to `device`
 
     def __call__(self, x: Tensor, step: Step, cache: LayerState) -> Tensor:

@@ -138,7 +138,7 @@ class StepGraphs:
         blocks = -(-step.longest // BLOCK_TOKENS)
         key = Key(power(step.rows), power(step.width), power(blocks, FEWEST_ENTRIES), kinds, follows)
         scans = [leaf.single_scan_carry(step) for leaf in leaves if isinstance(leaf, RecurrentState)]
-        if any(carry is None for carry in scans):  # a checkpoint lies inside the step
+        if any(carry is None for carry in scans):  # a checkpoint is inside the step
             return None
         if torch.is_grad_enabled() and _is_tracked(leaves, cast(Scans, scans)):
             return None

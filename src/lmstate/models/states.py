@@ -50,7 +50,7 @@ class ModelStates(ModelParts):
         forgotten: a policy of `lmstate.kv`, one for each layer (`kv.PerLayer`, or a function of the layer's number), or
         a dtype; by default all, in the model's. `static`: everything is made at once and stays where it is, for
         `decode_step` in a compiled graph; it needs a `capacity`, keeps its number of rows, and takes no policies.
-        `pool`: counts the blocks in which keys, values and latents lie, together with those of other states, and may
+        `pool`: counts the blocks in which keys, values and latents are, together with those of other states, and may
         limit their bytes; by default one of its own. `carries`: bits of what recurrences sum over tokens, 32, 16 or 8.
         With 16 or 8 it is rounded at every multiple of 64 positions, where marks and snapshots then store that many.
         """

@@ -104,7 +104,7 @@ class Buffer:
 
 
 class BlockSpec:
-    """Sizes of the blocks of some buffers, and where they lie: on a CPU those of a block in one piece of memory, where
+    """Sizes of the blocks of some buffers, and where they are: on a CPU those of a block in one piece of memory, where
     decoding reads fast, on other devices many blocks in one tensor. Either become tensors of their own at first use."""
 
     def __init__(self, buffers: Mapping[str, Buffer]) -> None:

@@ -118,7 +118,7 @@ class HeldRows:
         return list(own.source) if isinstance(own.source, tuple) else own.source
 
     def media(self, row: int) -> tuple[MediaSpan, ...]:
-        """The pictures of a row and where they stand, in order. Those placed after its last token are to come."""
+        """The pictures of a row and their places, in order. Those placed after its last token are to come."""
         _, own = self._row(row)
         return self._shown(own)
 
@@ -146,7 +146,7 @@ class HeldRows:
         return sum(layer.nbytes_apart() for layer in self.layers) + sum(beside.values())
 
     def _logits_held(self) -> dict[int, int]:
-        """Bytes of each tensor of logits, by where it lies."""
+        """Bytes of each tensor of logits, by where it is."""
         logits = {row.logits.data_ptr(): row.logits.nbytes for row in self._rows if row.logits is not None}
         if self._pending is not None and self._pending.logits is not None:
             logits[self._pending.logits.data_ptr()] = self._pending.logits.nbytes

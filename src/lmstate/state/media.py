@@ -119,7 +119,7 @@ def before_picture(spans: Spans, position: int) -> int:
 
 
 def overlaid(x: Tensor, media: Sequence[Spans], starts: Sequence[int], ends: Sequence[int]) -> Tensor:
-    """The stream x `[R, T, E]` of rows from `starts` to `ends`, with the embeddings of pictures where they stand."""
+    """The stream x `[R, T, E]` of rows from `starts` to `ends`, with the embeddings of pictures at their places."""
     out = x
     for row, spans in enumerate(media):
         start, stop = starts[row], ends[row]
@@ -231,7 +231,7 @@ def misplaced(spans: Spans, start: int, ids: Sequence[int]) -> str | None:
 
 
 def held_tensors(media: Iterable[Spans]) -> dict[int, int]:
-    """Bytes of each tensor of pictures, by where it lies."""
+    """Bytes of each tensor of pictures, by where it is."""
     return {each.data_ptr(): each.nbytes for spans in media for span in spans for each in span.media.tensors}
 
 

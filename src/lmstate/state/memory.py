@@ -21,7 +21,7 @@ def memory_by_kind(
 ) -> Memory:
     """Bytes by layer kind, of `positions`, logits, marks and pictures where there are any; each tensor and block once.
 
-    logits: bytes of each tensor of them, by where it lies.
+    logits: bytes of each tensor of them, by where it is.
     """
     held = Memory({"positions": positions} if positions else {})
     for layer in layers:
@@ -54,7 +54,7 @@ def nbytes_beside(
 
 
 def _by_place(layers: Sequence[LayerState], rows: Sequence[Row]) -> dict[int, int]:
-    """Bytes of each tensor, by where it lies."""
+    """Bytes of each tensor, by where it is."""
     tensors = [tensor for layer in layers for tensor in layer.tensors()]
     tensors += [row.logits for row in rows if row.logits is not None]
     for kept in (kept for row in rows for mark in row.marks for kept in mark.held()):

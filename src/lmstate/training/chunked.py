@@ -105,7 +105,7 @@ class Tape:
             step = replace(step, media=(media,) * step.rows, extras={}, _cached={})
         x, blocks = model.network.embedded(tokens, step), model.network.blocks_of(step)
         if opening is not None and torch.is_grad_enabled() and not x.requires_grad:
-            x = x.requires_grad_()  # a gradient is to reach the past, where all that is learned lies
+            x = x.requires_grad_()  # a gradient is to reach the past, where all that is learned is
         if self.checkpoint and torch.is_grad_enabled():
             for block, layer in zip(blocks, self.layers):
                 x = recompute(block, x, step, layer, use_reentrant=False, preserve_rng_state=False)

@@ -66,7 +66,7 @@ def high_rows(inputs: Inputs, config: Any) -> Iterator[Tile]:
 
 
 def positioned(inputs: Inputs, config: Any) -> Iterator[Tile]:
-    """Patches `[pictures, N, features]`, of which some are padding, and where each lies (Gemma 4)."""
+    """Patches `[pictures, N, features]`, of which some are padding, and where each is (Gemma 4)."""
     names = ("pixel_values", "image_position_ids")
     for parts in zip(*(_given(inputs, name, 3) for name in names), strict=True):
         yield Tile({name: part[None] for name, part in zip(names, parts)})

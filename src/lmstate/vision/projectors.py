@@ -91,7 +91,7 @@ class Projector:
     one after the other; `{n}` is a block's number. `tokens`: the attributes of transformers' tokenizer that the
     processor asks for. `merged`: the key of the number of patches that become one position along each side, and its
     default. `swapped`: old converters exchanged the names of the two feed-forward matrices. `paired`: rows of q and k
-    lie in neighboring pairs. `one_more`: the weights of norms that the converter added 1 to. `unused`: beginnings of
+    are in neighboring pairs. `one_more`: the weights of norms that the converter added 1 to. `unused`: beginnings of
     the names of transformers' tensors that pictures do not need.
     """
 

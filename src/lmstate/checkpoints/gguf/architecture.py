@@ -91,7 +91,7 @@ class Architecture:
     `layer`: GGUF name inside a block -> Hugging Face name inside a layer, without `.weight`/`.bias`. `{expert}` in it
     stands for each expert of a tensor, `{each}` for each of its few matrices, `{qkv}` for q, k and v, which the tensor
     holds one after the other. `{ngrams}` outside of blocks stands for the number of the layer that reads n-grams.
-    `paired`: rows of q and k lie in neighboring pairs, as ggml's rope takes them;
+    `paired`: rows of q and k are in neighboring pairs, as ggml's rope takes them;
     `paired_norms`: so do the weights of heads' norms.
     `whole`: the same as `layer` for names whose endings differ, with them. `outside`: the tensors outside of blocks.
     `layers`: what comes before a layer's number. `stacks`: the same by what comes before a block in the file, in models

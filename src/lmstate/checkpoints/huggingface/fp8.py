@@ -1,6 +1,6 @@
 """Matrices of 8-bit floats (E4M3) with scales: a number for the whole, for each output, or for each block.
 
-Blocks are how DeepSeek-V3 (2412.19437, section 3.3) is published. Beside a matrix `name` lie its scales, as
+Blocks are how DeepSeek-V3 (2412.19437, section 3.3) is published. Beside a matrix `name` are its scales, as
 `name_scale_inv` or `name_scale`, or in the place of its `weight` as `scale` (DeepSeek-V4); the weights are their
 product, whatever the suffix says. Scales may be powers of two, in a byte each (MXFP8). Scales to round activations with
 are of no use where activations are not rounded.

@@ -105,7 +105,7 @@ def _unpacked(packed: Tensor, bits: int) -> Tensor:
     if 8 % bits == 0:
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
         return ((raw.unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(1)
-    each = (raw.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1  # numbers lie across bytes
+    each = (raw.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1  # numbers are across bytes
     return (each.view(len(raw), -1, bits) << torch.arange(bits, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
 
 

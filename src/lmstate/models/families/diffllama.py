@@ -5,7 +5,7 @@ x = x + out((1 - l0) * norm(seen_1 - l * seen_2))   # what the first and the sec
 x = x + down(silu(gate(norm(x))) * up(norm(x)))
 logits = head(norm(x))
 
-Every head sees two values, of a key head of the first half and of one of the second. They lie side by side, `[2 * D]`
+Every head sees two values, of a key head of the first half and of one of the second. They are side by side, `[2 * D]`
 features that a key with as many zeros goes with.
 """
 

@@ -5,7 +5,7 @@ x = keep * x + attention(norm(x))                   # queries and keys normalize
 x = keep * x + down(silu(gate(y)) * up(y))          # y = norm(x)
 logits = head(norm(x))
 
-A score gets `exp(A * softplus(dt(v)))` of its key, a number for each head of keys. It lies beside the key, as a feature
+A score gets `exp(A * softplus(dt(v)))` of its key, a number for each head of keys. It is beside the key, as a feature
 that queries multiply. Past `keep_window_size` tokens transformers lets queries see the keys with the largest numbers
 alone; published models were made for no longer texts.
 """

@@ -71,7 +71,7 @@ class ScaledGates(Attention):
 class SphereBlock(Block):
     """A block that moves the stream, a vector of length 1, towards what its parts give, each at rates float32 `[E]`.
 
-    In a loop, the stream of its first start lies beside it, `[R, T, 2 * E]`, and goes through as it is.
+    In a loop, the stream of its first start is beside it, `[R, T, 2 * E]`, and goes through as it is.
     """
 
     fusable: ClassVar[bool] = False
@@ -92,7 +92,7 @@ class SphereBlock(Block):
 
 @dataclass(frozen=True, eq=False)
 class LoopStart:
-    """In front of a loop: the normalized stream, and added to it that of the first start, which lies beside it."""
+    """In front of a loop: the normalized stream, and added to it that of the first start, which is beside it."""
 
     unit: Norm
 

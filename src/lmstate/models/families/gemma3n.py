@@ -59,7 +59,7 @@ DEFAULTS: b.Defaults = {
 
 @dataclass(frozen=True, eq=False)
 class SparseMLP:
-    """A gated part of whose gates only those count that lie `deviations` above their mean."""
+    """A gated part of whose gates only those count that are `deviations` above their mean."""
 
     mlp: MLP
     deviations: float

@@ -217,7 +217,7 @@ def experts(
 
 
 def _parted(rows: Tensor) -> Tensor:
-    """Rows that lie by turns as gates first, then what they gate."""
+    """Rows that are by turns as gates first, then what they gate."""
     return torch.cat([rows[0::2], rows[1::2]])
 
 

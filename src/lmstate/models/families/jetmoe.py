@@ -75,7 +75,7 @@ class MixtureOfAttention:
         q = flat.new_empty(flat.shape[0], each, width)
         for token, place, expert in self._routes(chosen):
             q[token, place] = ops.linear(flat[token], self.queries[expert])
-        # Query heads lie by the key that they share: [M, top_k, K, D] -> [R, T, K * top_k, D].
+        # Query heads are by the key that they share: [M, top_k, K, D] -> [R, T, K * top_k, D].
         heads = q.unflatten(-1, (self.kv_heads, -1)).transpose(1, 2).reshape(*x.shape[:-1], -1, self.head_dim)
         params = ops.AttentionParams(self.head_dim**-0.5)
         seen = cache.attend(heads, (k, v), step, params, self.rope.rotation(step))

@@ -5,7 +5,7 @@ x = x + attention(norm(x))
 x = x + down(silu(gate(y)) * up(y))    # y = norm(x)
 logits = head(norm(x))
 
-Phi-4-multimodal answers texts with the weights of its base alone. The adapters for pictures and sounds that lie beside
+Phi-4-multimodal answers texts with the weights of its base alone. The adapters for pictures and sounds that are beside
 them, and the towers, are left out.
 """
 

@@ -6,7 +6,7 @@ s = s + w * mixer(mix(s))               # the delta rule; in every fourth layer 
 s = s + w' * experts(mix'(s))           # beside a gated shared one
 logits = head(mix''(s))
 
-Norms store w - 1. Mixtures are of normed streams, so that no norm stands in front of a part or the head.
+Norms store w - 1. Mixtures are of normed streams, so that no norm comes before a part or the head.
 A head for multi-token prediction (`mtp.*`) is an attention layer on as many streams.
 """
 

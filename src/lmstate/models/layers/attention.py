@@ -53,7 +53,7 @@ class Attention(FusableLayer):
     rotated: where a norm comes after the rotation, that part is left of it there. `out_norm`: of the heads together,
     before `out`. `slopes` float32 `[H]`, `biases` float32 `[H, M]`: see `ops.AttentionParams`.
     `whole_pictures`: each token of a picture sees all of it, see `with_whole_pictures`; with `beyond_window` also what
-    of it lies farther back than a window. `learned`: keys and values of the first positions, in place of the projected
+    of it is farther back than a window. `learned`: keys and values of the first positions, in place of the projected
     ones. `prompt`: learned tokens that queries also attend to.
     """
 

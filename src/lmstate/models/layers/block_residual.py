@@ -1,7 +1,7 @@
 """Residual streams of blocks of layers: a layer reads a mixture of what earlier blocks gave, chosen by learned queries.
 
 The stream holds N parts side by side, `[R, T, N * E]`: what each earlier block gave, and the sum of the current one
-last. Where layers loop, what the pass before gave stands in front of them.
+last. Where layers loop, what the pass before gave comes before them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class PassMessages:
 
     mixer: BlockMixer  # of 4 queries
     gates: tuple[MessageGate, MessageGate, MessageGate, MessageGate]  # of queries, keys, values, the feed-forward part
-    parts: int  # that the pass made, which stand first in the stream
+    parts: int  # that the pass made, which come first in the stream
     starts: int = 0  # of the first layer of a pass: the number of parts that were there before the loop
 
 
@@ -72,7 +72,7 @@ class PartsLayer:
     """Attention and experts on a stream of parts, each after a norm and in front of a convolution.
 
     opens: its sum is that of a new block. reads: makes what attention reads; None: the last part. dropped: parts of a
-    pass before, which stand first and are not read any more.
+    pass before, which come first and are not read any more.
     """
 
     attention: ClippedAttention

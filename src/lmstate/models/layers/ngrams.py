@@ -26,7 +26,7 @@ class NgramTable:
     a head's size is its row. Tokens in front of the token `end`, or of the text, count as `end`.
     """
 
-    parts: tuple[RowTable, ...]  # [rows, D] each, one after the other, as the file has them; they may lie in it
+    parts: tuple[RowTable, ...]  # [rows, D] each, one after the other, as the file has them; they may be in it
     multipliers: tuple[int, ...]  # of a token, of the one before it, ...
     sizes: Tensor  # int64 [H]: rows of each head, those of bigrams first
     end: int
@@ -58,7 +58,7 @@ class NgramTable:
         return torch.cat(found, dim=-1)
 
     def _rows(self, numbers: Tensor) -> Tensor:
-        """Float32 `[M, D]`, each read where it lies."""
+        """Float32 `[M, D]`, each read where it is."""
         numbers = numbers.cpu()
         found = torch.empty(len(numbers), self.parts[0].shape[1], dtype=torch.float32)
         first = 0
@@ -74,7 +74,7 @@ class NgramTable:
 class NgramInjection:
     """Adds to each of N streams what the table has for a token, by a gate of the stream, and a convolution of that.
 
-    A gate is `sigmoid(root of key . stream)`, both normed, the root with its sign. The taps of the convolution lie n
+    A gate is `sigmoid(root of key . stream)`, both normed, the root with its sign. The taps of the convolution are n
     tokens apart.
     """
 

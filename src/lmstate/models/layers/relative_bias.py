@@ -21,7 +21,7 @@ class RelativeBias:
     max_distance: int
 
     def causal(self) -> Tensor:
-        """Of keys that lie so far before the query, float32 `[H, max_distance + 1]`; the last holds for all beyond."""
+        """Of keys that are so far before the query, float32 `[H, max_distance + 1]`; the last holds for all beyond."""
         distances = torch.arange(self.max_distance + 1, device=self.weight.device)
         return self.weight[self._bucket(distances, len(self.weight))].T.contiguous()
 

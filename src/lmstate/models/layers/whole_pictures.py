@@ -29,7 +29,7 @@ def with_whole_pictures(
     """Return `seen` `[R, T, H, Dv]`, the causal attention of the queries q `[R, T, H, D]`, with that in pictures whole.
 
     rotation: that q is yet to be turned by. The keys of the step are stored already. `window`: positions up to its own
-    that a query sees, and the rest of its picture. `beyond`: and what of its picture lies farther back than that.
+    that a query sees, and the rest of its picture. `beyond`: and what of its picture is farther back than that.
     """
     out = seen.clone()
     for row, start, stop in step.pictures:
@@ -57,7 +57,7 @@ def with_whole_pictures(
 def _out_of_sight(window: int, count: int, heads: int, kv_heads: int, beyond: bool) -> Tensor:
     """Biases by distance from the last of `count` positions: float32 `[H * count, M]`.
 
-    For heads as `ops.as_heads` makes them of the tokens there. Minus infinity where a key lies `window` positions or
+    For heads as `ops.as_heads` makes them of the tokens there. Minus infinity where a key is `window` positions or
     more before the token; with `beyond`, only where the key is not of the picture.
     """
     with torch.inference_mode(False):

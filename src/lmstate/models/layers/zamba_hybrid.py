@@ -33,7 +33,7 @@ class KeptEmbedding:
 class LayerAdapter:
     """One layer's update of projections that it shares: a product of low rank each (LoRA, Hu et al. 2021).
 
-    `down [n * rank, K]` serves all n of them; `ups [N, rank]`: one each, whose outputs lie side by side.
+    `down [n * rank, K]` serves all n of them; `ups [N, rank]`: one each, whose outputs are side by side.
     """
 
     down: Weight

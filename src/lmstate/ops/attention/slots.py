@@ -137,7 +137,7 @@ def evict(lists: SlotTable, r: int, h: int, gone: Tensor, length: int) -> None:
 def undo_evictions(lists: SlotTable, to: int) -> None:
     """Take every row back to length `to`: what was evicted since comes back, what came since goes. All in place.
 
-    The scores of that length lie where the slots do then.
+    The scores of that length are where the slots do then.
     """
     slots, undo_slots = lists.stored["position"].shape[2], lists.undo_log["evicted_at"].shape[2]
     for r, rows in enumerate(lists.filled.tolist()):

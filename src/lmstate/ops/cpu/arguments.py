@@ -142,7 +142,7 @@ def pack_attend(
 
 
 def table_pointers(*stored: Stored | None) -> tuple[int, ...]:
-    """Of blocks, where their tables lie; 0 where they are rings. ValueError where they do not go together."""
+    """Of blocks, where their tables are; 0 where they are rings. ValueError where they do not go together."""
     if any(isinstance(x, BlockTable) and not x.pointers.flags.c_contiguous for x in stored):
         raise ValueError("the rows of a block table must follow each other")
     if len({table_shape(x) for x in stored if x is not None}) > 1:

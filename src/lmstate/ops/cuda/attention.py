@@ -191,7 +191,7 @@ def attend_addresses(
     q: Tensor, q_rope: Tensor | None, stored: Addresses, starts: Tensor, counts: Tensor, params: AttentionParams,
     mask: CausalMask,
 ) -> Tensor:  # fmt: skip
-    """Attention to what lies at addresses; the other arguments are those of `ops.attend`.
+    """Attention to what is at addresses; the other arguments are those of `ops.attend`.
 
     A listed row has one query a head, which sees all of the list.
     """

@@ -1,4 +1,4 @@
-"""The largest number of a row and where it stands: what greedy decoding asks of logits."""
+"""The largest number of a row and its place: what greedy decoding asks of logits."""
 
 from __future__ import annotations
 

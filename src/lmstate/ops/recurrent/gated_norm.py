@@ -30,7 +30,7 @@ def gated_norm(y: Tensor, gate: Tensor, norm: Norm, *, act: Gate = "silu", group
 
 
 def gated(y: Tensor, gate: Tensor, act: Gate = "sigmoid") -> Tensor:
-    """y * act(gate), float32 `[R, T, I]` both: a number's rounding does not depend on where it stands."""
+    """y * act(gate), float32 `[R, T, I]` both: a number's rounding does not depend on its place."""
     library = dispatch.native(y, gate)
     if library is not None and all_float32(y, gate):
         return library.recurrent.gated_norm(y, gate, None, act == "silu")

@@ -6,7 +6,7 @@ the difference from the least. A byte holds 2 or 4: number i of the n of a vecto
 `i % (n * bits / 8)`, the lowest bits first.
 
 Of a block of `BLOCK` positions: `x = scale * code + middle`, a scale and a middle for each channel. The codes of a
-channel are those of a vector. Across the block's slots lie the codes, channel by channel; all scales, then all middles.
+channel are those of a vector. Across the block's slots are the codes, channel by channel; all scales, then all middles.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class AttentionParams(NamedTuple):
 
     `sinks`: float32 `[H]`, a logit a head that takes part in the softmax and has no value (GPT-OSS). `slopes`: float32
     `[H]`; a score loses a head's slope for each position between the key and the query (ALiBi, 2108.12409). `biases`:
-    float32 `[H, M]`, added to the score of a key by its distance; one that lies M positions away or more has the last
+    float32 `[H, M]`, added to the score of a key by its distance; one that is M positions away or more has the last
     (T5, 1910.10683). `[R, T, H, M]`: those of each query.
     """
 

@@ -19,7 +19,7 @@ Value = TypeVar("Value")
 
 
 class SlabRows:
-    """Rows of blocks in slabs, and where the blocks lie that were last asked for: keys and values lie alike."""
+    """Rows of blocks in slabs, and where the blocks are that were last asked for: keys and values are alike."""
 
     def __init__(self, rows: Sequence[RowBlocks]) -> None:
         """`rows`: followed as they change."""

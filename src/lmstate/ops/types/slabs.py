@@ -221,7 +221,7 @@ def _adjacent(indices: Sequence[int]) -> bool:
 
 
 def gather(buffer: int, blocks: Sequence[Run]) -> Tensor:
-    """Blocks of a buffer one after the other, `[n * B, K, D]`: a view where they lie so."""
+    """Blocks of a buffer one after the other, `[n * B, K, D]`: a view where they are so."""
     parts = []
     for slab, _, _, where in blocks:
         whole = slab.whole[buffer]
@@ -251,6 +251,6 @@ def clear(buffer: int, positions: Sequence[Run]) -> None:
 
 @lru_cache(maxsize=16)
 def on_device(indices: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 `[n]`: sent once, for layers whose blocks lie alike."""
+    """int64 `[n]`: sent once, for layers whose blocks are alike."""
     with torch.inference_mode(False):
         return torch.tensor(indices, dtype=torch.int64).to(device)

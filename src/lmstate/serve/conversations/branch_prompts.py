@@ -90,7 +90,7 @@ class BranchPrompts:
         return fetch
 
     def record(self, conversation: Conversation, answer: MessageNode) -> Record:
-        """A branch as a session's record, without its pictures. Its messages tell where each answer's tokens lie."""
+        """A branch as a session's record, without its pictures. Its messages tell where each answer's tokens are."""
         messages: list[dict[str, Any]] = []
         if answer.system:
             messages.append({"role": "system", "content": answer.system})

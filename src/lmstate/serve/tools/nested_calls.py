@@ -14,7 +14,7 @@ from lmstate.text.grammars.lark import quoted
 from lmstate.text.grammars.schema_types import target, types_of, value_of
 
 MARK = "]<]minimax[>["  # in front of each tag
-DEEPEST = 32  # tags in tags; what lies deeper is taken as text
+DEEPEST = 32  # tags in tags; what is deeper is taken as text
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": "", **{c
 BOUNDS_OF_TEXT = ("pattern", "minLength", "maxLength", "format")
 DIGITS = {"x": 2, "u": 4, "U": 8}  # of a character's number, by the letter of its escape
 ANY: dict[str, Any] = {}
-DEEPEST = 64  # values in values; what lies deeper is taken as text
+DEEPEST = 64  # values in values; what is deeper is taken as text
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class LayerState(ABC):
     lossy: bool  # whether it drops what a rewind far back would need
     evicts = False  # whether what a token sees depends on where the steps before it ended
     conditioned = False  # whether it holds what `State.condition` gave, beside what it remembers of tokens
-    device: torch.device | None = None  # where it lies, in the state of a model over several devices
+    device: torch.device | None = None  # where it is, in the state of a model over several devices
 
     @abstractmethod
     def reserve(self, step: Step) -> None:

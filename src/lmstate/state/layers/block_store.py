@@ -246,7 +246,7 @@ class BlockStore:
         return self.tables
 
     def _point(self, row: int, own: RowBlocks, first: int) -> None:
-        """Write where a row's blocks lie into the tables, from one on; where they do not suffice, give them up."""
+        """Write where a row's blocks are into the tables, from one on; where they do not suffice, give them up."""
         if not self.tables or len(own.blocks) > self._pointers.shape[2]:
             self.views.clear()  # before the tables that they were made of
             self.tables = {}
@@ -272,7 +272,7 @@ def _copy(block: KVBlock | None, into: KVBlock | None) -> None:
 
 
 def _write_pointers(pointers: NDArray[np.int64], row: int, own: RowBlocks, first: int) -> None:
-    """Write where the blocks of a row lie, from one on, into pointers int64 `[buffers, R, blocks]`."""
+    """Write where the blocks of a row are, from one on, into pointers int64 `[buffers, R, blocks]`."""
     for i in range(first, len(own.blocks)):
         if (block := own.blocks[i]) is not None:
             pointers[:, row, i] = block.pointers

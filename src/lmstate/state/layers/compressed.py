@@ -129,7 +129,7 @@ class PoolingState(CompositeState):
 
 
 class CompressedState(PoolingState):
-    """A window of keys that are values too, and entries of all that lies before it, with an index or without."""
+    """A window of keys that are values too, and entries of all that is before it, with an index or without."""
 
     def __init__(self, layout: Layout, width: int, window: int, pooling: Pooling):
         """`width`: of keys and entries."""

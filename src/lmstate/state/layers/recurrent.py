@@ -142,7 +142,7 @@ class RecurrentState(LayerState):
     def fused_scan_start(self, step: Step) -> ScanStart | None:
         """The same for a native call that makes the inputs and scans them, after what is unscanned.
 
-        Between those of a short step a checkpoint may lie. None for a `DeviceStep`, which copies what it gets.
+        Between those of a short step a checkpoint may be. None for a `DeviceStep`, which copies what it gets.
         """
         if isinstance(step, DeviceStep):
             return None

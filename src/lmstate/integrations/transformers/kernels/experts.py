@@ -27,7 +27,7 @@ def register() -> None:
 def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The experts' sum, `[T, E]`, for hidden states `[T, E]` and what each token chose, `[T, k]`.
 
-    `module`: an experts module of transformers, which says by its own attributes how its weights `[experts, N, K]` lie.
+    `module`: an experts module of transformers, which says by its own attributes how its weights `[experts, N, K]` are.
     """
     gate, into = module.has_gate, module.gate_up_proj if module.has_gate else module.up_proj
     back = module.down_proj

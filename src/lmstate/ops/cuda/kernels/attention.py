@@ -336,7 +336,7 @@ def rope(x, cos, sin, out, heads, D: tl.constexpr, DP: tl.constexpr, HALF: tl.co
 
 @triton.jit
 def _butterfly(x, LINES: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
-    """Sums and differences of the numbers of x [LINES, D] that lie HALF apart."""
+    """Sums and differences of the numbers of x [LINES, D] that are HALF apart."""
     pairs = tl.permute(tl.reshape(x, [LINES, D // (2 * HALF), 2, HALF]), (0, 1, 3, 2))
     first, second = tl.split(pairs)
     return tl.reshape(tl.permute(tl.join(first + second, first - second), (0, 1, 3, 2)), [LINES, D])

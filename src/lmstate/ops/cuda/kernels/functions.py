@@ -10,7 +10,7 @@ import triton.language as tl
 def pointer(address, TYPE: tl.constexpr):
     """The pointer to numbers of TYPE at an address that is a multiple of 16.
 
-    The hint stands after the cast: Triton 3.7 forgets one that stands before it, and loads number by number.
+    The hint comes after the cast: Triton 3.7 forgets one that comes before it, and loads number by number.
     """
     return tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
 

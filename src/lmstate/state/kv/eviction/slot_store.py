@@ -201,7 +201,7 @@ class SlotStore:
     def captured(self, row: int, length: int) -> Arrays:
         """Copies of a row's slots without a row axis; -1 and zeros where a head has fewer than others.
 
-        In the order in which they lie, since that is the order in which attention sums over them.
+        In the order in which they are, since that is the order in which attention sums over them.
         """
         absent, arrays = ~self.filled()[row, :, : self.most[row]], {}
         for name, stored in self.table.stored.items():

@@ -88,12 +88,12 @@ class BlockState(CompositeState, KeyValueState):
 
 
 class Codes(SlotState):
-    """Codes and scales; those of a block of keys lie across its positions."""
+    """Codes and scales; those of a block of keys are across its positions."""
 
     kind, what = "attention", "blocks of quantized keys and values"
 
     def __init__(self, layout: Layout, bits: int, kv_heads: int, dims: dict[str, int], mask: ops.CausalMask):
-        # Of the first block in sight all positions: its scales lie across them.
+        # Of the first block in sight all positions: its scales are across them.
         window_span = None if mask.span is None else mask.span - 1 + BLOCK - 1 + layout.rewind
         widths, dtypes = coded_buffers(dims, bits, kv_heads, most=WHOLE)
         widths["k.scale"] = (kv_heads, kv_format.block_scales(dims["k"]))
