@@ -63,8 +63,10 @@ LayerCuts: TypeAlias = tuple[LayerCut, ...]
 
 
 def member_of(cut: LayerCut, index: int) -> LayerCut:
-    """The cut of a member of a layer."""
-    return cut.cuts[index] if isinstance(cut, Members) and index < len(cut.cuts) else ()
+    """The cut of a member of a layer; that of the layer where its members hold the same heads."""
+    if not isinstance(cut, Members):
+        return cut
+    return cut.cuts[index] if index < len(cut.cuts) else ()
 
 
 def cut_of(layer: LayerCut, name: str) -> Cut | None:
