@@ -138,6 +138,12 @@ def test_ids_are_those_of_the_tokenizers_library(spaces: bool, prefix: bool, map
     assert ours.decode(ours.encode("abc b")) == "abc b"
 
 
+def test_a_table_of_characters_may_be_written_in_signed_bytes() -> None:
+    signed = [byte - 256 if byte > 127 else byte for byte in charsmap("\uff21", "ab")]
+    tokenizer = Tokenizer(tokenizer_of(metadata(precompiled_charsmap=signed)))
+    assert tokenizer.encode("\uff21") == tokenizer.encode("ab")
+
+
 def test_characters_without_a_piece_are_bytes_where_there_are_pieces_for_them() -> None:
     told = metadata(
         tokens=[*TOKENS, *(f"<0x{byte:02X}>" for byte in range(256))], token_type=[*TYPES, *[6] * 256],
@@ -154,6 +160,7 @@ def test_characters_without_a_piece_are_bytes_where_there_are_pieces_for_them() 
         ("scores", {"scores": None}),
         ("3 values", {"scores": [0.0] * 3}),
         ("precompiled_charsmap", {"precompiled_charsmap": [256]}),
+        ("as long", {"precompiled_charsmap": list(charsmap("\uff21", "ab" * 200))}),
         ("damaged or of a newer kind", {"precompiled_charsmap": [255, 255, 255, 255, 1]}),
     ],
 )

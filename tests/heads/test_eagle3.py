@@ -194,6 +194,14 @@ def test_a_head_in_gguf_without_an_output_has_that_of_its_model(tmp_path: Path) 
     check_drafts(made, made.load("head.gguf"))
 
 
+def test_a_table_of_tokens_in_gguf_that_is_no_list_is_refused(tmp_path: Path, pairs: Callable[[str], Pair]) -> None:
+    made = pairs("llama")
+    made.target.save_pretrained(tmp_path / "target")
+    save_gguf(tmp_path / "head.gguf", made.head, made.known.expand(2, -1).contiguous())
+    with pytest.raises(ModelError, match="expected a list of token ids"):
+        lmstate.load(tmp_path / "target", weights="float32", heads=tmp_path / "head.gguf")
+
+
 def test_a_head_is_no_model_by_itself(tmp_path: Path) -> None:
     made = Pair("llama", tmp_path)
     save_gguf(tmp_path / "head.gguf", made.head, made.known)

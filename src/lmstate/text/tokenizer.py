@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import operator
 import re
@@ -357,8 +358,19 @@ def _check_growth(step: Any, where: str) -> None:
             growth *= max(1.0, len(step["content"].encode()) / least)
         elif step.get("type") == "Prepend" and not step["prepend"]:
             raise ModelError(f"{where} prepends an empty text; the file is damaged")
+        elif step.get("type") == "Precompiled":
+            growth *= _longest_replacement(base64.b64decode(step["precompiled_charsmap"]))
         if growth > MOST_GROWTH or count > MOST_STEPS:
             raise ModelError(f"{where} has steps that make a text more than {MOST_GROWTH} times as long; it is damaged")
+
+
+def _longest_replacement(table: bytes) -> int:
+    """Bytes of the longest text that SentencePiece's table of characters writes for one character, at least 1.
+
+    The texts end with a zero each. They come after the double array, whose size in bytes is the first number.
+    """
+    texts = table[4 + int.from_bytes(table[:4], "little") :]
+    return max(1, *map(len, texts.split(b"\0")))
 
 
 @contextmanager

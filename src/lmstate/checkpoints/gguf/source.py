@@ -123,7 +123,11 @@ class GgufSource:
         if located is None or dtype is None or dtype.is_floating_point:
             raise ModelError(f"{self.path} lacks the whole numbers {name!r}; the file is incomplete")
         numbers = self._files[located.place.part].tensor(located.start, located.stored_shape, dtype).long()
-        return numbers - torch.arange(len(numbers)) if located.change == "token ids" else numbers
+        if located.change != "token ids":
+            return numbers
+        if numbers.dim() != 1:
+            raise ModelError(f"{self.path}: {name!r} has the shape {list(numbers.shape)}; expected a list of token ids")
+        return numbers - torch.arange(len(numbers))
 
     def _undone(self, numbers: Tensor | GroupedQuant, located: TensorLocation, name: str) -> Tensor:
         """A small tensor as it was before the converter changed it."""

@@ -221,8 +221,9 @@ def _unigram(metadata: Config, tokens: tuple[str, ...], types: list[int]) -> dic
         "byte_fallback": BYTE in types,
     }
     steps: list[dict[str, Any]] = []
-    if table := metadata.ints("tokenizer.ggml.precompiled_charsmap", high=255, default=()):
-        steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(bytes(table)).decode()})
+    if table := metadata.ints("tokenizer.ggml.precompiled_charsmap", low=-128, high=255, default=()):  # signed or not
+        table_bytes = bytes(byte & 255 for byte in table)
+        steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table_bytes).decode()})
     if metadata.bool("tokenizer.ggml.remove_extra_whitespaces", default=True):
         outer, inner = {"Regex": "^ +| +$"}, {"Regex": " {2,}"}
         steps.append({"type": "Replace", "pattern": outer, "content": ""})
