@@ -14,13 +14,17 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import lmstate
+from lmstate.cluster.serving import FrontFiles
 from lmstate.distributed.model import ParallelModel
 from lmstate.errors import CapacityError, SnapshotError, StateError, UnsupportedError
 from lmstate.generation import generate
 from lmstate.models.model import Model
+from tests.audio.hearing import saved as saved_hearing
+from tests.cluster.helpers import fleet
 from tests.distributed.helpers import Meeting, one_process, over_threads, same, saved
 from tests.generation.fake_model import FakeTokenizer
 from tests.invariants.test_interleavings import MOST, OPERATION, Run
+from tests.vision.test_encode import saved as saved_seeing
 from tests.zoo import text
 
 IDS = text(60)[0].tolist()
@@ -132,6 +136,23 @@ def test_what_is_refused_changes_nothing(both: Both) -> None:
         state.place(0, 9, None)  # type: ignore[arg-type]
     assert same([two([[]], state)], [expected])  # type: ignore[list-item]
     assert same([two([IDS[9:10]], state)], [one([IDS[:10]])[:, -1]])  # type: ignore[index, list-item]
+
+
+@pytest.mark.parametrize("ability", ["sees", "takes_sounds"])
+def test_pictures_and_sounds_are_refused_before_one_is_sent(ability: str, tmp_path: Path) -> None:
+    """A model over several processes, and a front of such ones, say that they take none, whatever the folder has."""
+    if ability == "sees":
+        saved_seeing(tmp_path)
+    else:
+        saved_hearing("qwen2_audio", tmp_path)
+    alone = lmstate.load(tmp_path, weights="float32")
+    with over_threads(tmp_path, "float32", 2) as (two, _):
+        two.folder, two._tokenizer = alone.folder, alone.tokenizer
+        with fleet(lmstate.Engine(two), files=FrontFiles.of(str(tmp_path))) as (cluster, _):
+            for model in (two, cluster.front.model):
+                assert getattr(alone, ability) and not getattr(model, ability)
+                with pytest.raises(UnsupportedError, match=r"no pictures, and no sounds .*: load it without parallel"):
+                    model.pictures()
 
 
 def one_snapshot(model: Model, length: int) -> lmstate.Snapshot:

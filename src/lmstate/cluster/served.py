@@ -73,7 +73,8 @@ class ServedEngine:
             WireFacts(
                 self.id, self.rank, os.getpid(), engine.namespace, engine.rows, model.fingerprint, model.config,
                 len(model.blocks), model.max_positions, model.context_size,
-                model.weight_totals, sorted(model.eos_ids), model.start_id, model.hears, model.defaults,
+                model.weight_totals, sorted(model.eos_ids), model.start_id, model.hears, model.no_pictures,
+                model.defaults,
             )
         )  # fmt: skip
 

@@ -93,6 +93,7 @@ class RemoteModel(CheckpointReaders):
     folder: Path | None = None
     mmproj: Mmproj | None = None
     name: str = ""
+    no_pictures: str | None = None
 
     @staticmethod
     def of(facts: WireFacts, files: FrontFiles) -> RemoteModel:
@@ -110,6 +111,7 @@ class RemoteModel(CheckpointReaders):
             files.tokenizer,
             files.folder,
             files.mmproj,
+            no_pictures=facts.no_pictures,
         )
 
 

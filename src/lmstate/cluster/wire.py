@@ -232,6 +232,7 @@ class WireFacts(msgspec.Struct, frozen=True):
     eos_ids: list[int]
     start_id: int | None
     hears: bool
+    no_pictures: str | None
     defaults: dict[str, Any]
 
 

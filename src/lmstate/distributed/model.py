@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn
+from typing import ClassVar, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from lmstate.state.blocks import BlockPool
 from lmstate.state.kv.policies.per_layer import Policies
 from lmstate.state.kv.policies.storage import Quantized
 
-if TYPE_CHECKING:
-    from lmstate.vision.reader import PictureReader
-
 ELSEWHERE = "load it without parallel"
 
 
@@ -33,6 +30,7 @@ class ParallelModel(Model):
     """A model whose weights and states are on several ranks. Made by `lmstate.load(parallel=...)`."""
 
     state_type: ClassVar[type[State]] = MirroredState
+    no_pictures = f"a model over several processes reads no pictures, and no sounds in conversations: {ELSEWHERE}"
 
     ranks: Ranks | None = None
     cuts: LayerCuts = ()
@@ -138,6 +136,3 @@ class ParallelModel(Model):
         self, tokens: Tensor, state: State, counts: Tensor | None = None, logits: Literal["last", "all"] = "last"
     ) -> NoReturn:
         raise UnsupportedError(f"a model over several processes has no static states: {ELSEWHERE}")
-
-    def pictures(self) -> PictureReader:
-        raise UnsupportedError(f"a model over several processes reads no pictures: {ELSEWHERE}")

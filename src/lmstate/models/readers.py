@@ -38,6 +38,7 @@ class CheckpointReaders:
     folder: Path | None  # of the checkpoint, where it is one
     mmproj: Mmproj | None  # the file of a vision tower, of a GGUF model
     name: str
+    no_pictures: str | None = None  # why it takes no pictures, and no sounds in conversations, whatever its files are
     _tokenizer: Tokenizer | None
     _pictures: PictureReader | None = None
     _listener: Listener | None = None
@@ -74,6 +75,8 @@ class CheckpointReaders:
         """Whether it takes pictures, as far as its files tell without reading the vision tower."""
         from lmstate.vision.tower import has_tower
 
+        if self.no_pictures is not None:
+            return False
         if self.mmproj is not None:
             return self.mmproj.can_open
         return self.folder is not None and has_tower(self.folder)
@@ -83,12 +86,14 @@ class CheckpointReaders:
         """Whether it takes sounds in a conversation, as far as its files tell."""
         from lmstate.audio.heard import takes_sounds
 
-        return self.folder is not None and takes_sounds(self.folder)
+        return self.no_pictures is None and self.folder is not None and takes_sounds(self.folder)
 
     def pictures(self) -> PictureReader:
         """The reader of its pictures or sounds, opened with the first call. Raises as `Model.encode`."""
         from lmstate.audio.heard import open_reader
 
+        if self.no_pictures is not None:
+            raise UnsupportedError(self.no_pictures)
         with OPENING:
             if self._pictures is None:
                 if self.mmproj is not None:
