@@ -111,14 +111,16 @@ class ModelParts(CheckpointReaders):
         """A conversation as tokens and pictures: `prompt.place(state, row)`, then feed `prompt.tokens`.
 
         In a message whose content is a list, a picture is `{"type": "image", "image": bytes}`, the bytes of a PNG,
-        JPEG, WebP or GIF file, and a sound is `{"type": "audio", "audio": bytes}`, those of a WAV file. The tower of
-        the checkpoint is loaded with the first one (`lmstate[vision]`, `lmstate[audio]`). `variables`: as of
+        JPEG, WebP or GIF file, and a sound is `{"type": "audio", "audio": bytes}`, those of a WAV file. A video is
+        `{"type": "video", "video": frames, "fps": 2.0}`, where a frame is a picture of Pillow, a path or bytes. The
+        tower of the checkpoint is loaded with the first one (`lmstate[vision]`, `lmstate[audio]`). `variables`: as of
         `Tokenizer.chat_text`, which ends with the beginning of an answer. Raises `StateError` for a file that is
         damaged or too large, `UnsupportedError` for a model whose pictures or sounds are not read, `ModelError` for a
         checkpoint or a chat template without what they need.
         """
-        from lmstate.vision.reader import PicturePrompt, pictures_of
+        from lmstate.vision.reader import PicturePrompt, pictures_of, with_videos
 
+        messages = with_videos(messages)
         if not pictures_of(messages):
             return PicturePrompt(self.tokenizer.chat(messages, **variables))
         return self.pictures().encode(messages, **variables)

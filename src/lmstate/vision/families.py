@@ -23,19 +23,22 @@ class Tile:
     """Arguments of transformers' `get_image_features` for one picture, or for a tile of one.
 
     `grid`: frames, rows and columns of its embeddings, where they have positions of several axes. `token`: the id at
-    its places, of a sound; None for that of pictures.
+    its places, of a sound or a video; None for that of pictures. `pace`: how far the time goes from frame to frame.
     """
 
     inputs: dict[str, Tensor]
     grid: tuple[int, int, int] | None = None
     token: int | None = None
+    pace: float = 1.0
 
     @property
     def positions(self) -> Tensor | None:
         """int64 `[3, N]`: time, height and width of each embedding."""
         if self.grid is None:
             return None
-        return torch.stack(torch.meshgrid(*map(torch.arange, self.grid), indexing="ij")).flatten(1)
+        time, height, width = map(torch.arange, self.grid)
+        time = (time * self.pace).long()
+        return torch.stack(torch.meshgrid(time, height, width, indexing="ij")).flatten(1)
 
 
 Tiles = Callable[[Inputs, Any], Iterator[Tile]]
@@ -257,6 +260,15 @@ NEEDS = {"gemma3n": "timm"}
 WRITERS: dict[str, Callable[[Any, Inputs, int], str]] = {"idefics2": bounded, "minicpmv4_6": numbered}
 # Options of a processor that are among those of its texts.
 OPTIONS: dict[str, dict[str, Any]] = {"lfm2_vl": {"use_image_special_tokens": True}}
+# Whose videos are read -> whether groups of frames stand apart in the text, each behind its time.
+VIDEOS = {
+    "qwen2_5_vl": False,
+    "qwen2_vl": False,
+    "qwen3_5": True,
+    "qwen3_5_moe": True,
+    "qwen3_vl": True,
+    "qwen3_vl_moe": True,
+}
 # Whose pictures are one piece with all of the prompt, which they begin.
 PREFIXED = frozenset({"paligemma"})
 # Changes of a text after the places of all pictures.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lmstate.errors import StateError, UnsupportedError
 
@@ -50,11 +50,7 @@ def read_picture(data: bytes) -> Image:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             image = Image.open(io.BytesIO(data), formats=FORMATS)
-            width, height = image.size
-            if width * height > MOST_PIXELS:
-                raise StateError(f"a picture has {width} x {height} pixels; it may have {MOST_PIXELS}")
-            if max(width, height) > MOST_RATIO * min(width, height):
-                raise StateError(f"a picture has {width} x {height} pixels; a side may be {MOST_RATIO} times the other")
+            _refuse_size(*image.size)
             image.load()
             return ImageOps.exif_transpose(image).convert("RGB")
     except StateError:
@@ -66,3 +62,25 @@ def read_picture(data: bytes) -> Image:
         raise StateError(f"a picture has more pixels than may be: {error}") from None
     except Exception as error:
         raise StateError(f"a picture is damaged: {str(error)[:120]}") from error
+
+
+def read_frame(image: Any) -> Image:
+    """A picture of Pillow in RGB, within the same limits. Raises `StateError`."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise UnsupportedError("pictures need transformers and pillow: pip install 'lmstate[vision]'") from error
+    if not isinstance(image, Image.Image):
+        raise StateError(f"it is {type(image).__name__}; give a picture of Pillow, a path, or the bytes of a file")
+    _refuse_size(*image.size)
+    try:
+        return image.convert("RGB")
+    except Exception as error:  # a file that is read only now
+        raise StateError(f"a picture is damaged: {str(error)[:120]}") from error
+
+
+def _refuse_size(width: int, height: int) -> None:
+    if width * height > MOST_PIXELS:
+        raise StateError(f"a picture has {width} x {height} pixels; it may have {MOST_PIXELS}")
+    if max(width, height) > MOST_RATIO * min(width, height):
+        raise StateError(f"a picture has {width} x {height} pixels; a side may be {MOST_RATIO} times the other")

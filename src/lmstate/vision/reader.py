@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lmstate.errors import ModelError, StateError, UnsupportedError
 from lmstate.state.media import MediaSpan, identities
 from lmstate.state.sources import Source, SourceFeatures
-from lmstate.vision.families import OPTIONS, TIDIED, UNTILED, WRITERS, Tile
+from lmstate.vision.families import OPTIONS, TIDIED, UNTILED, VIDEOS, WRITERS, Tile
 from lmstate.vision.pictures import read_picture
 from lmstate.vision.tower import Tower
+from lmstate.vision.videos import MOST_FRAMES, Video, VideoProcessor, frames_of, read_video
 
 if TYPE_CHECKING:
     from lmstate.state import State
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 KINDS = ("image", "audio")  # of parts of messages that have a file: sounds take the road of pictures
-NAMES = {"image": "a picture", "audio": "a sound"}
-PLURALS = {"image": "pictures", "audio": "sounds"}
+SHOWN = (*KINDS, "video")  # of parts beside texts
+NAMES = {"image": "a picture", "audio": "a sound", "video": "a video"}
+PLURALS = {"image": "pictures", "audio": "sounds", "video": "videos"}
 MOST_PICTURES = 64  # of a conversation
 MOST_PIXELS = 2**27  # of all of them together
 
@@ -73,9 +75,12 @@ class PictureReader:
     """The tower, transformers' image processor and the tokenizer of a checkpoint that sees. Safe for any thread.
 
     `processor`: transformers' own of the family, which writes the places of tiles; None where there are no tiles.
+    `folder`: of the checkpoint, which has the processor of videos, if any.
     """
 
     kinds: tuple[str, ...] = ("image",)  # of parts that it reads
+    folder: Path | None = None
+    _videos: VideoProcessor | None = None
 
     def __init__(self, tower: Tower, pixels: Any, processor: Any, tokenizer: Tokenizer) -> None:
         self.tower, self.pixels, self.processor, self.tokenizer = tower, pixels, processor, tokenizer
@@ -84,7 +89,11 @@ class PictureReader:
     @classmethod
     def open(cls, path: Path, tokenizer: Tokenizer, device: Any = "cpu") -> PictureReader:
         """Raises what `Tower.open` does, and `ModelError` where transformers cannot read the processor's files."""
-        return cls.beside(Tower.open(path, device), path, tokenizer)
+        reader = cls.beside(Tower.open(path, device), path, tokenizer)
+        reader.folder = path
+        if reader.tower.family in VIDEOS:
+            reader.kinds = (*cls.kinds, "video")
+        return reader
 
     @classmethod
     def beside(cls, tower: Tower, path: Path, tokenizer: Tokenizer) -> PictureReader:
@@ -108,28 +117,39 @@ class PictureReader:
             )
 
     def encode(self, messages: Sequence[Message], **variables: Any) -> PicturePrompt:
-        """See `Model.encode`."""
+        """See `Model.encode`; videos as `with_videos` gives them."""
         self.refuse_others(part["type"] for part in chain.from_iterable(map(_parts, messages)) if _is_picture(part))
         texts = self.texts(pictures_of(messages))
         return texts.prompt(texts.chat(named(messages), **variables))
 
-    def texts(self, pictures: Sequence[bytes]) -> PicturedTexts:
-        """A tokenizer for conversations with these pictures: runs the tower. Raises `StateError` for bad ones."""
+    def texts(self, pictures: Sequence[Any]) -> PicturedTexts:
+        """A tokenizer for conversations with these pictures: runs the tower. Raises `StateError` for bad ones.
+
+        pictures: the bytes of files, and videos.
+        """
         if (count := len(pictures)) > MOST_PICTURES:
             raise StateError(f"the conversation has {count} pictures; it may have {MOST_PICTURES}")
         begin = perf_counter()
         with self._one:
-            images = []
-            for content in pictures:
+            videos = [each for each in pictures if isinstance(each, Video)]
+            reads, images = self._video_processor() if videos else None, []
+            for content in (each for each in pictures if not isinstance(each, Video)):
                 images.append(read_picture(content))
-                if (size := sum(image.width * image.height for image in images)) > MOST_PIXELS:
+                size = sum(image.width * image.height for image in images) + sum(video.pixels for video in videos)
+                if size > MOST_PIXELS:
                     raise StateError(f"the pictures have {size} pixels and more; all may have {MOST_PIXELS} together")
             try:
-                inputs, places = self._processed(images)
+                inputs, places = ([], []) if reads and not images else self._processed(images)
                 del images
                 taken = [len(self.tower.embed(tile)) for tile in self.tower.tiles(inputs)]
                 if self.processor is None:
                     places = [self.mark * count for count in taken]
+                if reads:
+                    shown = iter([([tile], place) for tile, place in zip(self.tower.tiles(inputs), places)])
+                    pairs = [reads.tiles(each) if isinstance(each, Video) else next(shown) for each in pictures]
+                    inputs, places = [tile for tiles, _ in pairs for tile in tiles], [place for _, place in pairs]
+                    for tile in inputs:
+                        self.tower.embed(tile)
             except (ValueError, TypeError, KeyError) as error:
                 raise StateError(f"the model's processor does not take a picture: {str(error)[:200]}") from error
         return PicturedTexts(self, inputs, list(map(name_of, pictures)), places, perf_counter() - begin)
@@ -147,11 +167,21 @@ class PictureReader:
         inputs, places = self.processor._process_images(images, **options, **more)
         return inputs, places
 
+    def _video_processor(self) -> VideoProcessor:
+        if self._videos is None:
+            assert self.folder is not None  # where videos are read
+            config = self.tower.config
+            ids = (config.vision_start_token_id, config.video_token_id, config.vision_end_token_id)
+            begin, mark, end = (self.tokenizer.decode([int(id)], skip_special_tokens=False) for id in ids)
+            if not mark:
+                raise ModelError(f"the tokenizer has no token {ids[1]}, which stands where a video is")
+            self._videos = VideoProcessor.open(self.folder, config, (begin, mark, end))
+        return self._videos
+
     @property
     def marks(self) -> dict[str, str]:
         """The texts that a chat template writes where a picture or a sound stands, with the kind of each."""
-        (kind,) = self.kinds
-        return {self.mark: kind}
+        return {self.mark: self.kinds[0]} | ({} if self._videos is None else {self._videos.words[1]: "video"})
 
     @property
     def mark(self) -> str:
@@ -241,8 +271,32 @@ class PicturedTexts:
 
 
 def pictures_of(messages: Sequence[Message]) -> list[Any]:
-    """The contents of all pictures and sounds of a conversation, in order."""
-    return [part.get(part["type"]) for part in chain.from_iterable(map(_parts, messages)) if _is_picture(part)]
+    """The contents of all pictures, sounds and videos of a conversation, in order.
+
+    Raises `UnsupportedError` for a video that `with_videos` has not read.
+    """
+    parts = [part for part in chain.from_iterable(map(_parts, messages)) if _is_picture(part)]
+    if any(part["type"] == "video" and not isinstance(part.get("video"), Video) for part in parts):
+        raise UnsupportedError("a video was given, and only Model.encode reads videos: submit the prompt that it makes")
+    return [part.get(part["type"]) for part in parts]
+
+
+def with_videos(messages: Sequence[Message]) -> Sequence[Message]:
+    """The messages with a `Video` in place of the frames of each. Raises as `read_video`."""
+    read: list[Video] = []
+
+    def shown(part: Any) -> Any:
+        if not _is_picture(part) or part["type"] != "video" or isinstance(part.get("video"), Video):
+            return part
+        left = MOST_PIXELS - sum(video.pixels for video in read)
+        read.append(read_video(part, MOST_FRAMES - frames_of(read), left))
+        return {"type": "video", "video": read[-1]}
+
+    made = [
+        {**message, "content": [*map(shown, _parts(message))]} if any(_parts(message)) else message
+        for message in messages
+    ]
+    return made if read else messages
 
 
 def named(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -257,7 +311,7 @@ def _named(message: Message) -> dict[str, Any]:
 
 
 def _name(part: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(file := part.get(part["type"]), bytes | bytearray | memoryview):
+    if not isinstance(file := part.get(part["type"]), bytes | bytearray | memoryview | Video):
         raise StateError(f"a picture or a sound is {file!r:.80}; give the bytes of a file")
     return picture_part(name_of(file), part["type"])
 
@@ -272,8 +326,10 @@ def _as_text(message: Message, mark: str) -> dict[str, Any]:
     return {**message, "content": "\n".join(lines)}
 
 
-def name_of(picture: bytes | bytearray | memoryview) -> str:
-    """The SHA-256 of a picture's file."""
+def name_of(picture: bytes | bytearray | memoryview | Video) -> str:
+    """The SHA-256 of a picture's file, or of a video."""
+    if isinstance(picture, Video):
+        return picture.name
     return hashlib.sha256(picture).hexdigest()
 
 
@@ -299,4 +355,4 @@ def _parts(message: Any) -> Iterator[Any]:
 
 
 def _is_picture(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in KINDS
+    return isinstance(part, Mapping) and part.get("type") in SHOWN

@@ -68,7 +68,7 @@ class Tower:
         `StateError` where the text has other places than they take.
         """
         tiles = self.tiles(inputs)
-        pictures, sounds = ([tile for tile in tiles if (tile.token is None) is seen] for seen in (True, False))
+        pictures = [tile for tile in tiles if tile.token is None]
         places = [at for at, token in enumerate(ids) if token == self.placeholder]
         if self.family in PREFIXED and places:
             if places != list(range(len(places))):
@@ -77,16 +77,17 @@ class Tower:
             whole = torch.cat([self.embed(tile) for tile in pictures])
             return (MediaSpan(0, Media.of(whole, self.placeholder, text=ids[len(places) :])),)
         spans = self._spans("pictures", pictures, places, self.placeholder)
-        if sounds:
-            token = int(self.config.audio_token_id)
-            spans += self._spans("sounds", sounds, [at for at, each in enumerate(ids) if each == token], token)
+        for token in dict.fromkeys(tile.token for tile in tiles if tile.token is not None):
+            what = "videos" if token == getattr(self.config, "video_token_id", None) else "sounds"
+            own = [tile for tile in tiles if tile.token == token]
+            spans += self._spans(what, own, [at for at, each in enumerate(ids) if each == token], token)
         if spans:
             marked = ((at, token) for at, token in enumerate(ids) if token in self._marks)
             spans += [MediaSpan(at, Media.of(self._marks[token], token)) for at, token in marked]
         return tuple(sorted(spans, key=lambda span: span.at))
 
     def _spans(self, what: str, tiles: Sequence[Tile], places: list[int], token: int) -> list[MediaSpan]:
-        """The pictures or sounds at their places, which hold `token`."""
+        """The pictures, sounds or videos at their places, which hold `token`."""
         seen = [(self.embed(tile), tile.positions) for tile in tiles]
         self._fitting(what, sum(len(embeddings) for embeddings, _ in seen), places, token)
         spans = []

@@ -78,6 +78,8 @@ def _picture(part: ContentPart, path: str) -> str | None:
 
 def _part(part: ContentPart, path: str) -> str:
     kind = part.type or "text"
+    if "video" in kind:
+        raise ApiError(f"{path} is of type {kind!r}, and videos are not read here: send frames as pictures", param=path)
     if kind not in (*TEXT_PARTS, "refusal"):
         raise ApiError(f"{path} is of type {kind!r}; text, pictures and sounds are read here", param=path)
     text, name = (part.refusal, "refusal") if kind == "refusal" else (part.text, "text")

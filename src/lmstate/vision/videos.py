@@ -1,0 +1,135 @@
+"""Videos as lists of frames: checked within limits, and parted into what a tower sees."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lmstate.errors import ModelError, StateError, UnsupportedError
+from lmstate.vision.families import VIDEOS, Tile
+from lmstate.vision.pictures import MOST_BYTES, read_frame, read_picture
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MOST_FRAMES = 768  # of a conversation
+FPS = (0.001, 1000.0)  # frames for each second of a video: least and most
+SHAPE = '{"type": "video", "video": [frames], "fps": 2.0}'
+
+
+@dataclass(frozen=True)
+class Video:
+    """Frames of one size in RGB, and how many there are for each second. `name`: the SHA-256 of all of it."""
+
+    frames: tuple[Image, ...]
+    fps: float
+    name: str
+
+    @property
+    def pixels(self) -> int:
+        """Number of pixels of all frames."""
+        return sum(frame.width * frame.height for frame in self.frames)
+
+
+def read_video(part: Mapping[str, Any], most_frames: int, most_pixels: int) -> Video:
+    """The video of a part of a message: frames are pictures of Pillow, paths, or bytes of picture files.
+
+    Raises `UnsupportedError` for a video file, `StateError` for frames of several sizes, for more than may be, and for
+    other values.
+    """
+    given, fps = part.get("video"), part.get("fps")
+    if isinstance(given, str | Path | bytes | bytearray | memoryview):
+        raise UnsupportedError(f"a video file was given, and files of videos are not decoded; give its frames: {SHAPE}")
+    if not isinstance(given, list | tuple) or not given:
+        raise StateError(f"a video is {given!r:.80}; give a list of its frames: {SHAPE}")
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not FPS[0] <= fps <= FPS[1]:
+        raise StateError(f"fps of a video is {fps!r:.80}; it is the number of its frames for each second: {SHAPE}")
+    if len(given) > most_frames:
+        raise StateError(f"the videos have {len(given) - most_frames + MOST_FRAMES} frames; all may have {MOST_FRAMES}")
+    frames: list[Image] = []
+    digest, pixels = hashlib.sha256(f"{float(fps)} {len(given)}\n".encode()), 0
+    for index, one in enumerate(given):
+        try:
+            frame = _read(one)
+        except StateError as error:
+            raise StateError(f"frame {index} of a video: {error}") from None
+        if frames and frame.size != frames[0].size:
+            raise StateError(f"frame {index} of a video is {frame.size}, and the first {frames[0].size}: give one size")
+        if (pixels := pixels + frame.width * frame.height) > most_pixels:
+            raise StateError(f"the frames of videos have more than {most_pixels} pixels; give fewer or smaller ones")
+        digest.update(f"{frame.size}\n".encode() + frame.tobytes())
+        frames.append(frame)
+    return Video(tuple(frames), float(fps), digest.hexdigest())
+
+
+def _read(frame: Any) -> Image:
+    if isinstance(frame, bytes | bytearray | memoryview):
+        return read_picture(bytes(frame))
+    if not isinstance(frame, str | Path):
+        return read_frame(frame)
+    with Path(frame).open("rb") as file:
+        return read_picture(file.read(MOST_BYTES + 1))
+
+
+class VideoProcessor:
+    """transformers' processor of videos of a checkpoint folder. `words`: texts around the frames of a group."""
+
+    def __init__(self, made: Any, config: Any, words: tuple[str, str, str]) -> None:
+        self.made, self.config, self.words = made, config, words
+
+    @staticmethod
+    def open(path: Path, config: Any, words: tuple[str, str, str]) -> VideoProcessor:
+        """words: those that begin, fill and end a group of frames. Raises `UnsupportedError` without torchvision."""
+        if find_spec("torchvision") is None:
+            raise UnsupportedError("videos need torchvision: pip install torchvision")
+        from transformers import AutoVideoProcessor
+
+        try:
+            made = AutoVideoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+            raise ModelError(
+                f"transformers cannot read the processor of videos of {path}: {str(error)[:200]}"
+            ) from error
+        return VideoProcessor(made, config, words)
+
+    def tiles(self, video: Video) -> tuple[list[Tile], str]:
+        """The tiles of a video, and the text of its places. Raises ValueError for one that is not taken.
+
+        A tile is the whole video, or a group of `temporal_patch_size` frames where texts of their times stand between.
+        """
+        import numpy as np
+
+        frames = torch.from_numpy(np.stack([np.asarray(frame) for frame in video.frames])).permute(0, 3, 1, 2)
+        made = self.made(videos=[frames], do_sample_frames=False, return_tensors="pt")
+        pixels, (grid,) = made["pixel_values_videos"], made["video_grid_thw"]
+        groups, height, width = grid.tolist()
+        merged, token = self.config.vision_config.spatial_merge_size, int(self.config.video_token_id)
+        rows, columns, together = height // merged, width // merged, int(self.made.temporal_patch_size)
+        begin, mark, end = self.words
+        if not VIDEOS[self.config.model_type]:
+            pace = 1.0
+            if (speed := getattr(self.config.vision_config, "tokens_per_second", None)) is not None:
+                pace = float(speed * torch.tensor(together / video.fps, dtype=torch.float32))
+            given = {"pixel_values": pixels, "image_grid_thw": grid[None]}
+            return [Tile(given, (groups, rows, columns), token, pace)], mark * (groups * rows * columns)
+        parts = pixels.chunk(groups)
+        one = torch.tensor([[1, height, width]])
+        tiles = [Tile({"pixel_values": own, "image_grid_thw": one}, (1, rows, columns), token) for own in parts]
+        times = group_times(len(video.frames), video.fps, together)
+        return tiles, "".join(f"<{time:.1f} seconds>{begin}{mark * (rows * columns)}{end}" for time in times)
+
+
+def group_times(count: int, fps: float, together: int) -> list[float]:
+    """Seconds of each group of frames: the mean of its first and last one. The last frame fills the last group."""
+    firsts = range(0, count, together)
+    return [(first / fps + min(first + together - 1, count - 1) / fps) / 2 for first in firsts]
+
+
+def frames_of(videos: Iterable[Video]) -> int:
+    return sum(len(video.frames) for video in videos)
