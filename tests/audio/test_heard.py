@@ -152,6 +152,15 @@ def test_what_cannot_be_heard_is_refused() -> None:
         ours("llama").encode(said(SOUNDS[0]))
 
 
+@every_family
+def test_a_sound_that_is_too_short_is_refused(family: str) -> None:
+    _, _, model = hearing(family)
+    assert len(model.encode(said(noise(0.1))).media) == 1
+    for count in (1, 161, 1599):
+        with pytest.raises(lmstate.StateError, match="or more"):
+            model.encode(said(noise(0.1)[:count]))
+
+
 def test_a_tekken_file_without_sounds_takes_none(tmp_path: Path) -> None:
     reader = hearing("voxtral")[2].pictures()
     deaf = Tokenizer(tekken_files(written(tmp_path, tekken("v7"))))

@@ -171,6 +171,13 @@ def test_what_is_not_read_is_refused(family: str) -> None:
     _, _, model = pair(family)
     with pytest.raises(lmstate.StateError, match="may have 30"):
         model.encode([{"role": "user", "content": [{"type": "audio", "audio": wav(noise(30.5))}]}])
+    assert model.encode([{"role": "user", "content": [{"type": "audio", "audio": wav(noise(0.1))}]}]).media
+    for count in (1, 400, 1599):
+        with pytest.raises(lmstate.StateError, match="or more"):
+            model.encode([{"role": "user", "content": [{"type": "audio", "audio": wav(noise(0.1)[:count])}]}])
+    for kind, file in (("image", None), ("audio", 5), ("audio", "x")):
+        with pytest.raises(lmstate.StateError, match="give the bytes of a file"):
+            model.encode([{"role": "user", "content": [{"type": kind, kind: file}]}])
     with pytest.raises(lmstate.StateError, match="17 sounds"):
         model.encode(said("s" * 17))
     with pytest.raises(lmstate.StateError, match="its file is a sound"):

@@ -375,6 +375,9 @@ def test_a_template_that_knows_no_pictures(llava: tuple[Any, Path, Path, Path]) 
         f"{START}user\nan <image>\n{'<image>' * 16}\nthen?{END}\n{START}assistant\nyes{END}\n{START}user\nand?{END}\n"
         f"{START}assistant\n"
     )
+    (parts,) = (message["content"] for message in said(png(20, 20), "then?"))
+    plain = [{"role": "user", "content": [parts[0], "then?"]}]  # a part that is a text by itself
+    assert model.encode(plain) == model.encode(said(png(20, 20), "then?"))
 
 
 def test_files_that_are_no_tower(llava: tuple[Any, Path, Path, Path], tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from lmstate.vision.tower import Tower, family_of, hears_beside, load_tower
 
 MOST_SOUNDS = 16  # of a conversation
 MOST_SECONDS = 600  # of all of them together
+LEAST_SECONDS = 0.1  # of a sound: shorter ones make no position, or no step of a tower
 LONGEST_BESIDE = 30  # seconds of a sound of a model that sees too: its processor cuts longer ones
 # model_type of a config -> seconds of the longest sound that its processor does not cut.
 FAMILIES: dict[str, Callable[[Any], float]] = {
@@ -120,7 +121,7 @@ class SoundReader(PictureReader):
         tiles, places = [], []
         with self._one:
             for content in pictures:
-                samples = read_wav(content, rate, min(left, longest))
+                samples = _samples(content, rate, min(left, longest))
                 left -= len(samples) / rate
                 try:
                     made = self._features(samples.numpy(), rate)
@@ -205,7 +206,7 @@ class MixedReader(PictureReader):
         """A sound for the tower, and the text of its places."""
         extractor = self.processor.feature_extractor
         rate = int(extractor.sampling_rate)
-        samples = read_wav(file, rate, LONGEST_BESIDE).numpy()
+        samples = _samples(file, rate, LONGEST_BESIDE).numpy()
         try:
             made = self.processor(text=[self.processor.audio_token], audio=[samples], return_tensors="pt")
             place = str(self.processor.replace_audio_token(made, 0))
@@ -219,6 +220,14 @@ class MixedReader(PictureReader):
     @property
     def _audio_token(self) -> int:
         return int(self.tower.config.audio_token_id)
+
+
+def _samples(file: bytes, rate: int, most: float) -> Tensor:
+    """As `read_wav`. Raises `StateError` for a sound that is too short as well."""
+    samples = read_wav(file, rate, most)
+    if len(samples) < LEAST_SECONDS * rate:
+        raise StateError(f"a sound has {len(samples) / rate:.4f} seconds; it must have {LEAST_SECONDS} or more")
+    return samples
 
 
 def takes_sounds(path: Path) -> bool:

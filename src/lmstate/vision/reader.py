@@ -119,8 +119,9 @@ class PictureReader:
     def encode(self, messages: Sequence[Message], **variables: Any) -> PicturePrompt:
         """See `Model.encode`; videos as `with_videos` gives them."""
         self.refuse_others(part["type"] for part in chain.from_iterable(map(_parts, messages)) if _is_picture(part))
-        texts = self.texts(pictures_of(messages))
-        return texts.prompt(texts.chat(named(messages), **variables))
+        files, shown = pictures_of(messages), named(messages)
+        texts = self.texts(files)
+        return texts.prompt(texts.chat(shown, **variables))
 
     def texts(self, pictures: Sequence[Any]) -> PicturedTexts:
         """A tokenizer for conversations with these pictures: runs the tower. Raises `StateError` for bad ones.
@@ -320,10 +321,14 @@ def _as_text(message: Message, mark: str) -> dict[str, Any]:
     """A message whose parts are lines of one text: `mark` for a picture."""
     if isinstance(message.get("content"), str):
         return dict(message)
-    lines = [mark if _is_picture(part) else part.get("text") for part in _parts(message)]
+    lines = [mark if _is_picture(part) else _text_of(part) for part in _parts(message)]
     if not all(isinstance(line, str) for line in lines):
         raise ModelError("the chat template knows texts alone, and a message has parts of another kind")
     return {**message, "content": "\n".join(lines)}
+
+
+def _text_of(part: Any) -> Any:
+    return part.get("text") if isinstance(part, Mapping) else part
 
 
 def name_of(picture: bytes | bytearray | memoryview | Video) -> str:
