@@ -29,6 +29,7 @@ ANSWERS = [
     ),
     ("inkling", CALL, Answer("", "", [("get_weather", {"city": "Rome"})])),
     ("inkling", "Plain.", Answer("Plain.", "", [])),
+    ("inkling", "Plain.<|message_model|><|content_text|> More.", Answer("Plain. More.", "", [])),
     ("inkling", "<|content_invoke_tool_json|>[1]<|end_message|>", Answer("[1]", "", [])),
     ("inkling", "<|content_text|>Cut", Answer("Cut", "", [])),
     ("cohere", "<|START_RESPONSE|>Yes.<|END_RESPONSE|>", Answer("Yes.", "", [])),
@@ -128,6 +129,15 @@ def first_of(value: object) -> object:
     if isinstance(value, list):
         return [first_of(value[0])]
     return {key: first_of(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+@pytest.mark.parametrize("schema", [{"anyOf": 5}, {"oneOf": True}, {"anyOf": [5]}, {"items": 5}, {"$ref": 5}])
+def test_schemas_that_are_none_are_read_past(schema: dict[str, object]) -> None:
+    tool = Tool("now", "", {"type": "object", "properties": {"a": schema}})
+    text = f'{M3}<invoke name="now">{M3}<a>{M3}<b>1{M3}</b>{M3}</a>{M3}</invoke>'
+    parser = Parser(lambda reader: BY_NAME["minimax_m3"].parse(reader, [tool]))
+    events = parser.push(text) + parser.finish()
+    assert json.loads("".join(e.text for e in events if isinstance(e, CallArguments))) == {"a": {"b": 1}}
 
 
 def test_tags_in_tags_end_somewhere() -> None:

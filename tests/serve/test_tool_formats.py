@@ -245,6 +245,17 @@ def test_damaged_calls_end_without_an_error_and_cut_the_same(name: str, data: st
     assert events(list(damaged)) == events([damaged])
 
 
+@pytest.mark.parametrize("name", sorted(set(SAMPLES) - {"harmony", "inkling"}))  # whose messages have heads
+def test_text_where_a_call_should_be_is_shown(name: str) -> None:
+    """It may be all that the model said. Some formats take it for a name."""
+    begin, *others = BY_NAME[name].markers
+    for end in ("", begin, *others):
+        parser = Parser(lambda reader: BY_NAME[name].parse(reader, TOOLS))
+        events = parser.push(f"{begin}I cannot. {end}") + parser.finish()
+        told = [event.name if isinstance(event, CallStart) else event.text for event in events]
+        assert "I cannot." in "".join(told), end
+
+
 def test_arguments_stream_before_the_call_ends() -> None:
     text = SAMPLES["hermes"]
     for name in ("hermes", "qwen_xml", "glm", "deepseek", "mistral", "harmony", "llama", "lfm2", "gemma"):

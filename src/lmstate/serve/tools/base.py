@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lmstate.serve.tools.events import CallArguments, CallStart, Text, Tool
-from lmstate.serve.tools.reader import Parse, Reader
+from lmstate.serve.tools.reader import SPACE, Parse, Reader, overlap
 from lmstate.text.grammars.lark import json_term
 from lmstate.text.grammars.schema_types import is_text, value_of
 
@@ -203,6 +203,19 @@ def stream_value(reader: Reader, writer: ArgumentWriter, key: str, end: str, str
 
 def tool_named(tools: Sequence[Tool], name: str) -> Tool | None:
     return next((tool for tool in tools if tool.name == name), None)
+
+
+def stray(reader: Reader, markers: Sequence[str], called: bool) -> Parse[str | None]:
+    """Read up to the first of `markers`, and show text that is not a call: it may be all that the model said.
+
+    called: whether a call came before it; then an answer that ends inside of a marker shows none of that.
+    """
+    text, found = yield from reader.collect(markers)
+    if called and found is None:
+        text = text[: len(text) - max(overlap(text, marker) for marker in markers)]
+    if text.strip(SPACE + "]"):
+        yield Text(text)
+    return found
 
 
 def plain_text(reader: Reader) -> Parse[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lmstate.serve.tools.base import Literal, Rules, ToolFormat, arguments, arguments_term, call_object, choice
+from lmstate.serve.tools.base import Literal, Rules, ToolFormat, arguments, arguments_term, call_object, choice, stray
 from lmstate.serve.tools.events import CallStart, Reasoning, Text, Tool
 from lmstate.serve.tools.reader import Parse, Reader
 from lmstate.text.grammars.lark import quoted
@@ -99,9 +99,9 @@ class InklingCalls(ToolFormat):
             elif found == call:
                 yield from reader.skip_space()
                 keys = ("args", "arguments", "parameters")
-                stray = Text if not (yield from call_object(reader, keys, named=header.strip() or None)) else None
-                found = yield from reader.until((message, *ends), stray)
-            elif header.strip() and (found is None or found in ends):  # text without the marker in front of it
+                called = yield from call_object(reader, keys, named=header.strip() or None)
+                found = yield from reader.until((message, *ends), None if called else Text)
+            elif header.strip():  # text without the marker in front of it
                 yield Text(header)
             if found is None:
                 return
@@ -148,9 +148,11 @@ class CohereCalls(ToolFormat):
         while (found := (yield from reader.until((begin, *of_text), Text))) is not None:
             if found == begin:
                 yield from reader.skip_space("[")
+                called = False
                 while (yield from call_object(reader, name_key="tool_name")):
+                    called = True
                     yield from reader.skip_space(",")
-                yield from reader.until((end,), None)
+                yield from stray(reader, (end,), called)
             yield from reader.skip_space()
 
     def rules(self, tools: Sequence[Tool], literal: Literal) -> Rules:

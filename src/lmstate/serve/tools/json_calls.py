@@ -14,9 +14,10 @@ from lmstate.serve.tools.base import (
     as_json,
     call_object,
     choice,
+    stray,
 )
 from lmstate.serve.tools.events import CallStart, Text, Tool
-from lmstate.serve.tools.reader import Parse, Reader, overlap
+from lmstate.serve.tools.reader import Parse, Reader
 from lmstate.text.grammars.lark import quoted
 
 
@@ -52,13 +53,7 @@ class JsonCalls(ToolFormat):
                 if not self.listed:
                     break
             if self.end:
-                # Text between markers that is not a call is shown: it may be all that the model said.
-                stray, closed = yield from reader.collect((self.end,))
-                if called and closed is None:  # an answer at its limit may end inside of the marker
-                    stray = stray[: len(stray) - overlap(stray, self.end)]
-                if stray.strip(" \t\r\n]"):
-                    yield Text(stray)
-                if closed is None:
+                if (yield from stray(reader, (self.end,), called)) is None:
                     return
                 yield from reader.skip_space()
             else:
@@ -90,16 +85,21 @@ class KeyedCalls(ToolFormat):
         begin, end = self.markers
         while (yield from reader.until((begin,), Text)) is not None:
             yield from reader.skip_space("[")
+            called = False
+            reader.record()
             while (yield from reader.accept("{")):
                 yield from reader.skip_space()
                 name = as_json((yield from reader.json_value()))
                 yield from reader.skip_space(":")
                 if not isinstance(name, str):
+                    reader.unread()
                     break
                 yield CallStart(name)
+                called = True
                 yield from arguments(reader)
                 yield from reader.skip_space("},")
-            yield from reader.until((end,), None)
+                reader.record()
+            yield from stray(reader, (end,), called)
             yield from reader.skip_space()
 
     def rules(self, tools: Sequence[Tool], literal: Literal) -> Rules:

@@ -13,6 +13,7 @@ from lmstate.serve.tools.base import (
     as_json,
     call_object,
     choice,
+    stray,
     tool_named,
 )
 from lmstate.serve.tools.events import CallStart, Text, Tool
@@ -37,22 +38,25 @@ class PythonCalls(ToolFormat):
         begin, end = self.markers
         while (yield from reader.until((begin,), Text)) is not None:
             yield from reader.skip_space("[")
+            called = False
             while True:
                 yield from reader.skip_space(",")
                 if reader.text.startswith("{"):
                     if (yield from call_object(reader)):
+                        called = True
                         continue
                     found = None
                 else:
                     name, found = yield from reader.collect(("(", "]", end))
                     if found == "(":
                         yield from self._call(reader, name.strip(), tools)
+                        called = True
                         continue
                     if name.strip():
                         yield Text(name)
                 break
             if found != end:
-                yield from reader.until((end,), None)
+                yield from stray(reader, (end,), called)
             yield from reader.skip_space()
 
     def _call(self, reader: Reader, name: str, tools: Sequence[Tool]) -> Parse[None]:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lmstate.serve.tools.base import Literal, Rules, ToolFormat, arguments, arguments_term, call_object, choice
+from lmstate.serve.tools.base import Literal, Rules, ToolFormat, arguments, arguments_term, call_object, choice, stray
 from lmstate.serve.tools.events import CallStart, Text, Tool
 from lmstate.serve.tools.reader import Parse, Reader
 from lmstate.text.grammars.lark import quoted
@@ -48,6 +48,8 @@ class DeepSeekCalls(ToolFormat):
                 if found == sep:
                     yield from self._call(reader, name.strip())
                     found = yield from reader.until((begin, section_end), None)
+                elif name.strip():
+                    yield Text(name)
                 if found != begin:
                     break
             yield from reader.skip_space()
@@ -96,10 +98,12 @@ class KimiCalls(ToolFormat):
         section, begin, sep, _, section_end = self.markers
         while (found := (yield from reader.until((section, begin), Text))) is not None:
             if found == section:
-                found = yield from reader.until((begin, section_end), None)
+                found = yield from stray(reader, (begin, section_end), True)
             while found == begin:
                 id, found = yield from reader.collect((sep, section_end))
                 if found != sep:
+                    if id.strip():
+                        yield Text(id)
                     break
                 id = id.strip()
                 yield CallStart(id.removeprefix("functions.").rsplit(":", 1)[0], id)

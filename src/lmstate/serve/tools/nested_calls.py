@@ -134,7 +134,7 @@ def _child(schema: dict[str, Any], name: str) -> dict[str, Any]:
     """The schema of a value in one of this schema, or in one of its alternatives, by the name of its tag."""
     shared: dict[str, Any] = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
     options = [schema, target(str(schema.get("$ref")), schema)]
-    options += [one for word in ("anyOf", "oneOf") for one in schema.get(word) or () if isinstance(schema[word], list)]
+    options += [one for word in ("anyOf", "oneOf") if isinstance(schema.get(word), list) for one in schema[word]]
     for option in options:
         if not isinstance(option, dict):
             continue

@@ -13,6 +13,7 @@ from lmstate.serve.tools.base import (
     Rules,
     ToolFormat,
     choice,
+    stray,
     stream_value,
     tool_named,
 )
@@ -56,7 +57,7 @@ class TaggedCalls(ToolFormat):
         # Models leave out the outer tag at times, so the inner one begins a call as well.
         while (found := (yield from reader.until((self.begin, self.function), Text))) is not None:
             if found == self.begin:
-                found = yield from reader.until((self.function, self.end), None)
+                found = yield from stray(reader, (self.function, self.end), True)
             while found == self.function:
                 yield from self._call(reader, tools)
                 found = yield from reader.until((self.function, self.end) if self.several else (self.end,), None)
