@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import lmstate
 from lmstate.cli.app import app
 from lmstate.cli.served import models_in
-from lmstate.vision import Tower
+from lmstate.vision import Tower, families
 from lmstate.vision.mmproj import Mmproj
 from tests.files import ggufs
 from tests.files.test_gguf_dense import converted, halves_to_pairs, metadata
@@ -378,6 +378,18 @@ def test_a_template_that_knows_no_pictures(llava: tuple[Any, Path, Path, Path]) 
     (parts,) = (message["content"] for message in said(png(20, 20), "then?"))
     plain = [{"role": "user", "content": [parts[0], "then?"]}]  # a part that is a text by itself
     assert model.encode(plain) == model.encode(said(png(20, 20), "then?"))
+
+
+def test_a_processor_that_needs_another_package(
+    llava: tuple[Any, Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = lmstate.load(llava[1], mmproj=llava[2])
+    monkeypatch.setitem(families.PROCESSED, "llava", ("no_such_package",))
+    assert not model.sees
+    with pytest.raises(lmstate.UnsupportedError, match="pip install no_such_package"):
+        model.encode(said(png(20, 20)))
+    monkeypatch.undo()
+    assert model.sees and model.encode(said(png(20, 20))).media
 
 
 def test_files_that_are_no_tower(llava: tuple[Any, Path, Path, Path], tmp_path: Path) -> None:

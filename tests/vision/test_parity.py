@@ -425,6 +425,8 @@ def test_a_tower_that_needs_another_package(tmp_path: Path, monkeypatch: pytest.
         Tower.open(tmp_path)
     monkeypatch.setitem(families.NEEDS, "gemma3n", "json")
     assert has_tower(tmp_path)
+    monkeypatch.setitem(families.PROCESSED, "gemma3n", ("json", "no_such_package"))
+    assert not has_tower(tmp_path)
 
 
 def test_checkpoints_without_a_tower(tmp_path: Path) -> None:

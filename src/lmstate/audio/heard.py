@@ -20,7 +20,7 @@ from lmstate.errors import ModelError, StateError, UnsupportedError
 from lmstate.text.tokenizer import Tokenizer
 from lmstate.vision.families import Tile
 from lmstate.vision.reader import PicturedTexts, PicturePrompt, PictureReader, kind_of_file, name_of, picture_part
-from lmstate.vision.tower import Tower, family_of, hears_beside, load_tower
+from lmstate.vision.tower import Tower, family_of, hears_beside, lacking, load_tower
 
 MOST_SOUNDS = 16  # of a conversation
 MOST_SECONDS = 600  # of all of them together
@@ -233,7 +233,7 @@ def _samples(file: bytes, rate: int, most: float) -> Tensor:
 def takes_sounds(path: Path) -> bool:
     """Whether a checkpoint folder is of a family that takes sounds in a conversation."""
     try:
-        return family_of(path) in FAMILIES or hears_beside(path)
+        return (family := family_of(path)) in FAMILIES or (hears_beside(path) and not lacking(family))
     except ModelError:
         return False
 

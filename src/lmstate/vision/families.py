@@ -256,6 +256,14 @@ HEARING = ("gemma3n", "gemma4")
 MARKS: dict[str, Callable[[Any, Any], dict[int, Tensor]]] = {"gemma3n": hard_tokens, "ovis2": visual_indicators}
 # The package of a tower that transformers and Pillow do not make alone.
 NEEDS = {"gemma3n": "timm"}
+# The packages of a processor that these do not make alone.
+PROCESSED = {
+    **dict.fromkeys(
+        ("cohere2_vision", "gemma4", "internvl", "lfm2_vl", "llama4", "llava_onevision", "minicpmv4_6", "mistral3"),
+        ("torchvision",),
+    ),
+    "smolvlm": ("torchvision", "num2words"),
+}
 # The function that writes the places of a picture, where its processor does not beside its pixels.
 WRITERS: dict[str, Callable[[Any, Inputs, int], str]] = {"idefics2": bounded, "minicpmv4_6": numbered}
 # Options of a processor that are among those of its texts.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,7 +22,7 @@ from lmstate.text.tokenizer import Tokenizer
 from lmstate.vision.families import FAMILIES, grids
 from lmstate.vision.projectors import PROJECTORS, Described, Projector, TowerSizes, deepened_blocks
 from lmstate.vision.reader import PictureReader
-from lmstate.vision.tower import TEXT, Tower, load_weights, without_text
+from lmstate.vision.tower import TEXT, Tower, lacking, load_weights, without_text
 
 # Beginnings of the names of tensors that may be left over: a token that the text has itself, a norm after the block
 # that LLaVA takes, and what is of sounds.
@@ -80,7 +79,7 @@ class Mmproj:
     @property
     def can_open(self) -> bool:
         """Whether the packages that it needs are there."""
-        return all(map(find_spec, ("transformers", "PIL")))
+        return not lacking(self.family)
 
     @property
     def has_axes(self) -> bool:

@@ -17,7 +17,7 @@ from lmstate.state.media import MediaSpan, identities
 from lmstate.state.sources import Source, SourceFeatures
 from lmstate.vision.families import OPTIONS, TIDIED, UNTILED, VIDEOS, WRITERS, Tile
 from lmstate.vision.pictures import read_picture
-from lmstate.vision.tower import Tower
+from lmstate.vision.tower import Tower, lacking
 from lmstate.vision.videos import MOST_FRAMES, Video, VideoProcessor, frames_of, read_video
 
 if TYPE_CHECKING:
@@ -97,9 +97,15 @@ class PictureReader:
 
     @classmethod
     def beside(cls, tower: Tower, path: Path, tokenizer: Tokenizer) -> PictureReader:
-        """The reader of a tower, with the processor whose files are in a folder. Raises `ModelError` without them."""
+        """The reader of a tower, with the processor whose files are in a folder.
+
+        Raises `ModelError` without them, `UnsupportedError` without a package that the processor needs.
+        """
         from transformers import AutoImageProcessor, AutoProcessor
 
+        if missing := lacking(tower.family):
+            told = " and ".join(missing)
+            raise UnsupportedError(f"pictures of a {tower.family} model need {told}: pip install {' '.join(missing)}")
         untiled = tower.family in UNTILED
         kind = AutoImageProcessor if untiled else AutoProcessor
         try:

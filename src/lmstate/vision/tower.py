@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lmstate.errors import ModelError, StateError, UnsupportedError
 from lmstate.state.media import Media, MediaSpan
-from lmstate.vision.families import FAMILIES, FEATURES, HEARING, MARKS, NEEDS, PREFIXED, Tile, heard, pooled
+from lmstate.vision.families import FAMILIES, FEATURES, HEARING, MARKS, NEEDS, PREFIXED, PROCESSED, Tile, heard, pooled
 
 KEPT_BYTES = 2**28  # of embeddings of pictures that were seen before
 # Parameters of the text model, which is left out.
@@ -188,8 +188,13 @@ def has_tower(path: Path) -> bool:
     except ModelError:
         return False
     described = any((path / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
-    needed = ("transformers", "PIL", NEEDS.get(family, "PIL"))
-    return family in FAMILIES and described and all(map(find_spec, needed))
+    return family in FAMILIES and described and not lacking(family)
+
+
+def lacking(family: str) -> list[str]:
+    """The packages that pictures of a family need and that are not here."""
+    needed = ("transformers", "PIL", NEEDS.get(family, "PIL"), *PROCESSED.get(family, ()))
+    return [name for name in dict.fromkeys(needed) if find_spec(name) is None]
 
 
 def hears_beside(path: Path) -> bool:
