@@ -100,6 +100,7 @@ def load(
             f"parallel={parallel} was asked for with training, adapters, heads, mmproj or a device: a model over "
             "several processes has none of these, and is on the CPU"
         )
+    tower = None if mmproj is None else _tower(mmproj)  # before a model is loaded for nothing
     with _ranks(parallel, parallel_timeout) as ranks:
         opened, tokenizer, defaults = open_checkpoint(
             name, weights, dtype, placement, heads=own, activations=activations, context_size=context_size
@@ -129,26 +130,31 @@ def load(
     model.commit = commit_of(opened.source.path)
     model.folder = opened.source.path if opened.source.path.is_dir() else None
     model._tokenizer = tokenizer
-    if mmproj is not None:
-        model.mmproj = _tower_beside(model, mmproj)
+    if tower is not None:
+        _check_beside(model, tower)
+        model.mmproj = tower
     eos = defaults.get("eos_token_id")
     model.eos_ids = frozenset(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos])
     return model
 
 
-def _tower_beside(model: Model, name: str | os.PathLike[str]) -> Mmproj:
-    """The file of a vision tower that goes with a GGUF model. Raises `ModelError` where it does not."""
+def _tower(name: str | os.PathLike[str]) -> Mmproj:
     from lmstate.checkpoints.hub import resolve
     from lmstate.vision.mmproj import Mmproj
 
+    return Mmproj.open(resolve(name))
+
+
+def _check_beside(model: Model, tower: Mmproj) -> None:
+    """Raise `ModelError` where the file of a vision tower does not go with a model."""
     if model.folder is not None:
-        raise ModelError(f"mmproj={str(name)!r} goes with a .gguf model; that of a folder is in the folder")
+        raise ModelError(f"mmproj={str(tower.path)!r} goes with a .gguf model; that of a folder is in the folder")
     if not model.has_tokenizer:
-        raise ModelError(f"mmproj={str(name)!r} was asked for, and the model has no tokenizer, which pictures need")
-    opened = Mmproj.open(resolve(name))
+        raise ModelError(
+            f"mmproj={str(tower.path)!r} was asked for, and the model has no tokenizer, which pictures need"
+        )
     network = model.network
-    opened.check(network.config.hidden_size, len(network.blocks), network.has_axes, model.tokenizer)
-    return opened
+    tower.check(network.config.hidden_size, len(network.blocks), network.has_axes, model.tokenizer)
 
 
 def _ranks(parallel: int, timeout: float) -> AbstractContextManager[Callable[[], Ranks] | None]:

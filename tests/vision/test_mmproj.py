@@ -407,6 +407,17 @@ def test_files_that_are_no_tower(llava: tuple[Any, Path, Path, Path], tmp_path: 
         lmstate.load(path, mmproj=tmp_path / "cut.gguf")
 
 
+def test_a_wrong_tower_is_refused_before_a_model_loads(
+    llava: tuple[Any, Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, path, _, _ = llava
+    monkeypatch.setattr("lmstate.models.families.build", lambda opened: pytest.fail("the model was loaded"))
+    with pytest.raises(lmstate.ModelError, match="is a model of architecture 'llama'"):
+        lmstate.load(path, mmproj=path)
+    with pytest.raises(FileNotFoundError, match="no model called"):
+        lmstate.load(path, mmproj=path.with_name("none.gguf"))
+
+
 def test_a_text_model_without_axes_or_tokens(llava: tuple[Any, Path, Path, Path], tmp_path: Path) -> None:
     _, path, _, _ = llava
     theirs = saved("qwen2_vl", tmp_path)
