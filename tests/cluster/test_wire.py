@@ -212,6 +212,13 @@ def test_a_replica_on_ray_is_replaced_once_it_was_drained_or_ended(tmp_path: Pat
         replica.check_health()
 
 
+@pytest.mark.parametrize("more", [{"adapter": "x"}, {"mmproj": "a/b/c.gguf"}, {"device": "cuda"}, {"draft": "heads"}])
+def test_what_a_replica_over_processes_has_not_is_refused_before_ray_starts(more: dict[str, Any]) -> None:
+    ReplicaSpec("a/b", **more).check()
+    with pytest.raises(ValueError, match="mmproj, a device or draft=heads: a model over several processes has none"):
+        ReplicaSpec("a/b", parallel=2, threads=2, **more).check()
+
+
 def test_refusals_pass_a_request_on() -> None:
     model = ours("llama")
     with fleet(*(Engine(model, rows=1, queue=1) for _ in range(2))) as (cluster, channels):

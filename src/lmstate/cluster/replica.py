@@ -58,10 +58,11 @@ class ReplicaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"carries={self.carries} was asked for; carries are stored in 32, 16 or 8 bits, and over several "
                 "processes in 32"
             )
-        if self.parallel > 1 and (self.adapter or self.device not in (None, "cpu") or self.draft == "heads"):
+        elsewhere = self.device not in (None, "cpu")
+        if self.parallel > 1 and (self.adapter or self.mmproj or elsewhere or self.draft == "heads"):
             raise ValueError(
-                f"parallel={self.parallel} was asked for with an adapter, a device or draft=heads: a model over "
-                "several processes has none of these, and is on the CPU"
+                f"parallel={self.parallel} was asked for with an adapter, mmproj, a device or draft=heads: a model "
+                "over several processes has none of these, and is on the CPU"
             )
         if self.draft not in (drafts := ("auto", "text", "heads", "none")):
             raise ValueError(f"unknown draft={self.draft!r}; with replicas it is one of {', '.join(drafts)}")
