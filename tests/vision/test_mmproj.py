@@ -380,6 +380,13 @@ def test_a_template_that_knows_no_pictures(llava: tuple[Any, Path, Path, Path]) 
     assert model.encode(plain) == model.encode(said(png(20, 20), "then?"))
 
 
+def test_a_tower_opens_without_a_word(llava: tuple[Any, Path, Path, Path], capfd: pytest.CaptureFixture[str]) -> None:
+    _, _, mmproj, folder = llava
+    Mmproj.open(mmproj).tower(IMAGE)
+    Tower.open(folder)
+    assert not capfd.readouterr().err
+
+
 def test_a_processor_that_needs_another_package(
     llava: tuple[Any, Path, Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

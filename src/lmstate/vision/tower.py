@@ -253,12 +253,15 @@ def _digest(inputs: Mapping[str, Tensor]) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' report of the text model's tensors, which are not loaded here."""
+    """Without transformers' report of the text model's tensors, which are not loaded here, and without its bar."""
     from transformers.utils import logging
 
-    before = logging.get_verbosity()
+    before, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(before)
+        if shown:
+            logging.enable_progress_bar()
