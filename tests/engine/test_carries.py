@@ -57,6 +57,15 @@ def test_prefixes_drafts_forks_and_sessions_change_no_answer(case: str, carries:
             check(model, ids, ask(engine, ids), other)
 
 
+@pytest.mark.parametrize("case", ["llama", "lfm2"])
+def test_a_model_that_sums_nothing_goes_on_from_what_it_stored_with_other_carries(case: str, tmp_path: Path) -> None:
+    model, tokens = ours(case), []
+    for carries in (32, 8, 16):
+        with lmstate.Engine(model, carries=carries, store=tmp_path) as engine:
+            assert engine.session("one").tokens == tokens
+            tokens = [*tokens, *SYSTEM[:9], *ask(engine, SYSTEM[:9], session="one").tokens[0]]
+
+
 def test_what_is_kept_inside_of_a_prompt_takes_as_many_bits() -> None:
     model, held = ours("mamba2"), {}
     for carries in (32, 8):

@@ -58,7 +58,7 @@ from lmstate.generation.prompts import are_messages
 from lmstate.generation.row import AnswerRow
 from lmstate.generation.thinking import ThinkingFormat
 from lmstate.speculation import DraftChoice, DraftReport
-from lmstate.state import BlockPool, SourceFeatures, State
+from lmstate.state import BlockPool, RecurrentState, SourceFeatures, State
 from lmstate.state.kv.policies.base import Policy
 from lmstate.state.kv.policies.per_layer import policies_of
 from lmstate.state.media import PICTURED
@@ -137,7 +137,8 @@ class Engine(SessionEngine):
         # A function has no name that holds in another process; what it gives for each layer has.
         policies = policies_of(kv, len(model.blocks)) if callable(kv) and not isinstance(kv, Policy) else kv
         self.namespace = f"{model.fingerprint} dtype={model.dtype} kv={policies!r}"  # of what can be gone on from
-        if carries != 32:
+        leaves = (leaf for layer in state.layers for leaf in layer.leaves())
+        if any(isinstance(leaf, RecurrentState) and leaf.rounding is not None for leaf in leaves):
             self.namespace += f" carries={carries}"
         if store is not None and not isinstance(store, Tier):
             store = open_tier(store, self.namespace, store_bytes)
