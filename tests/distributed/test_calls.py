@@ -26,7 +26,7 @@ NEVER = {"record_device_step"}
 """Methods that no state over several ranks gets to: those of static states."""
 BY_CALLS = {"generate", "stream", "chat", "transcribe", "embeddings"}
 """Methods of a model that do what they do by its calls."""
-OF_THE_MODEL = {"has_heads", "encode", "listen", "listener", "logits", "follow", "draft_ahead"}
+OF_THE_MODEL = {"has_heads", "pictures", "encode", "listen", "listener", "logits", "follow", "draft_ahead"}
 """Methods of a model that change no state on the way, or that ask for a GPU or for heads first."""
 
 
