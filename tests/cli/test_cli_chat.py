@@ -93,6 +93,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(model: ScriptedModel
     def interrupt(held: list[int]) -> int:
         if model.tokenizer.decode(held).endswith("one[end]\n[assistant]You"):
             signal.raise_signal(signal.SIGINT)
+            sleep(0.3)  # the reader hears of it before the next token
         return script(held)
 
     model.script = interrupt
