@@ -74,7 +74,7 @@ GGUF_LEFT_OUT = {
         ("arctic", "arwkv7", "clef", "cogvlm", "granite-switch", "grok", "grovemoe", "kimi-k3", "maple",
          "nanbeige", "plamo2", "plamo3", "rwkv6", "rwkv6qwen2", "rwkv7", "smallthinker", "talkie"),
         "transformers has no such model to compare with"),
-    "gptj": "llama.cpp has its name alone",
+    "gptj": "llama.cpp has only its name",
     "chameleon": "not built yet",
 }  # fmt: skip
 WITH_SOURCE = "with a source"  # of modules whose models have an encoder

@@ -4,9 +4,9 @@ A scale is the power of two of the largest number of its group. It is stored as 
 for numbers that are not finite. A code counts parts of 2^-6 of that power in 8 bits, as in MXINT8, and of 2^-14 in 16.
 
 A number is rounded up or down by a threshold, so that the errors of many roundings cancel: a recurrence that changes
-slowly would stand still if each went to the nearest code. The threshold depends on the number's place in its row and on
-how often the row was rounded before. It is the fraction of the R2 sequence of Roberts (2018), which is even over both.
-A number that codes give is rounded to itself under every threshold. So rounding again changes no bit.
+slowly would not change at all if each went to the nearest code. The threshold depends on the number's place in its row
+and on how often the row was rounded before. It is the fraction of the R2 sequence of Roberts (2018), which is even
+over both. A number that codes give is rounded to itself under every threshold. So rounding again changes no bit.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ def carry_codes(x: Tensor, bits: int, turns: Tensor) -> tuple[Tensor, Tensor]:
     turns: int64 `[R]`, how often each row was rounded before.
     """
     groups = _grouped(x)
-    scales = (groups.abs().amax(-1).view(torch.int32) >> 23).clamp(
-        min=bits - 1
-    )  # the smallest codes are normal numbers
+    least = bits - 1  # so that the smallest codes are normal numbers
+    scales = (groups.abs().amax(-1).view(torch.int32) >> 23).clamp(min=least)
     places = torch.arange(groups[0].numel(), device=x.device) * OF_PLACE
     drawn = (places + turns.to(x.device)[:, None] * OF_TURN & 0xFFFFFFFF) * THRESHOLDS >> 32
     thresholds = (drawn.float() + 0.5) / THRESHOLDS  # below 1, and exact beside a code of 16 bits
