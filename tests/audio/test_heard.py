@@ -13,10 +13,12 @@ import pytest
 import torch
 
 import lmstate
+from lmstate.audio import heard
 from lmstate.audio.heard import SoundReader
 from lmstate.audio.listener import open_extractor
 from lmstate.checkpoints.huggingface.tekken import tekken_files
 from lmstate.text.tokenizer import Tokenizer
+from lmstate.vision import tower
 from tests.audio.hearing import HEARING, MARK, saved
 from tests.audio.test_transcribe import noise
 from tests.audio.test_wav import wav
@@ -49,8 +51,8 @@ def test_logits_are_those_of_transformers(family: str, order: list[Any]) -> None
         pytest.skip("its processor cuts sounds of more than one window")
     theirs, processor, model = hearing(family)
     prompt = model.encode(said(*(SOUNDS[part] if isinstance(part, int) else part for part in order), "What?"))
-    heard = [SOUNDS[part] for part in order if isinstance(part, int)]
-    made = [processor(text=[MARK], audio=[each.numpy()], sampling_rate=16_000, return_tensors="pt") for each in heard]
+    played = [SOUNDS[part] for part in order if isinstance(part, int)]
+    made = [processor(text=[MARK], audio=[each.numpy()], sampling_rate=16_000, return_tensors="pt") for each in played]
     names = {name for name in made[0] if name not in ("input_ids", "attention_mask")}
     place = theirs.config.audio_token_id
     counts = [int((each["input_ids"] == place).sum()) for each in made]
@@ -175,3 +177,21 @@ def test_windows_that_the_tower_does_not_take_are_refused(tmp_path: Path) -> Non
     )
     with pytest.raises(lmstate.ModelError, match="does not take what its processor made"):
         SoundReader(model.pictures().tower, open_extractor(tmp_path), None, model.tokenizer).encode(said(SOUNDS[0]))
+
+
+@pytest.mark.parametrize("family", ["qwen2_audio", "voxtral"])
+def test_a_model_takes_no_sounds_where_its_processor_cannot_be_made(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(family, tmp_path)
+    model = lmstate.load(tmp_path, weights="float32")
+    assert model.takes_sounds and model._pictures is None
+    for module in (heard, tower):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    assert not model.takes_sounds
+    with pytest.raises(lmstate.UnsupportedError, match="sounds need transformers"):
+        model.transcribe(wav(SOUNDS[0]))
+    monkeypatch.undo()
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (tmp_path / name).unlink(missing_ok=True)
+    assert not model.takes_sounds

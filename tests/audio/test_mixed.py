@@ -17,6 +17,7 @@ from PIL import Image
 
 import lmstate
 from lmstate.serve import Settings
+from lmstate.vision import tower
 from tests.audio.test_transcribe import noise
 from tests.audio.test_wav import wav
 from tests.serve.byte_tokenizer import END, START, save_tokenizer
@@ -184,6 +185,13 @@ def test_what_is_not_read_is_refused(family: str) -> None:
         model.encode([{"role": "user", "content": [{"type": "image", "image": FILES["s"]}]}])
     with pytest.raises(lmstate.UnsupportedError, match="in a chat"):
         model.transcribe(FILES["s"])
+
+
+def test_a_model_takes_neither_where_a_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, model = pair("gemma4")
+    assert model.sees and model.takes_sounds
+    monkeypatch.setattr(tower, "find_spec", lambda name: None if name == "torchvision" else object())
+    assert not model.sees and not model.takes_sounds
 
 
 def test_a_text_model_that_reads_pictures_as_one_piece_takes_no_sounds(tmp_path: Path) -> None:

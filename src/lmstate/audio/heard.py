@@ -6,6 +6,7 @@ The road is that of pictures: a part of a message, a mark in the chat template, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -35,6 +36,7 @@ FAMILIES: dict[str, Callable[[Any], float]] = {
     "qwen3_asr": lambda processor: MOST_SECONDS,
     "voxtral": lambda processor: MOST_SECONDS,
 }
+NEEDED = ("transformers",)  # packages of their towers and processors
 WINDOWED = ("voxtral",)  # whose processor leaves sounds to mistral-common: windows of its feature extractor, all whole
 BOUNDED = ("musicflamingo",)  # whose processor, and not the template, writes where a sound begins and ends
 
@@ -230,16 +232,19 @@ def _samples(file: bytes, rate: int, most: float) -> Tensor:
     return samples
 
 
-def takes_sounds(path: Path) -> bool:
-    """Whether a checkpoint folder is of a family that takes sounds in a conversation."""
+def lacking_for_sounds(path: Path) -> list[str] | None:
+    """The packages that sounds in conversations need and that are not here; None of a folder that takes no sounds."""
     try:
-        return (family := family_of(path)) in FAMILIES or (hears_beside(path) and not lacking(family))
+        family = family_of(path)
     except ModelError:
-        return False
+        return None
+    if family in FAMILIES:
+        return [name for name in NEEDED if find_spec(name) is None]
+    return lacking(family) if hears_beside(path) else None
 
 
 def open_reader(path: Path, tokenizer: Tokenizer, device: Any = "cpu") -> PictureReader:
     """The reader of the pictures of a checkpoint, or of its sounds. Raises as `PictureReader.open`."""
     if hears_beside(path):
         return MixedReader.open(path, tokenizer, device)
-    return (SoundReader if takes_sounds(path) else PictureReader).open(path, tokenizer, device)
+    return (PictureReader if lacking_for_sounds(path) is None else SoundReader).open(path, tokenizer, device)

@@ -72,7 +72,7 @@ class CheckpointReaders:
 
     @property
     def sees(self) -> bool:
-        """Whether it takes pictures, as far as its files tell without reading the vision tower."""
+        """Whether it takes pictures, as far as its files and the installed packages tell."""
         from lmstate.vision.tower import has_tower
 
         if self.no_pictures is not None:
@@ -83,10 +83,17 @@ class CheckpointReaders:
 
     @property
     def takes_sounds(self) -> bool:
-        """Whether it takes sounds in a conversation, as far as its files tell."""
-        from lmstate.audio.heard import takes_sounds
+        """Whether it takes sounds in a conversation, as far as its files and the installed packages tell."""
+        from lmstate.vision.tower import has_processor
 
-        return self.no_pictures is None and self.folder is not None and takes_sounds(self.folder)
+        described = self.folder is not None and has_processor(self.folder)
+        return self.no_pictures is None and described and self._lacking_for_sounds == []
+
+    @property
+    def _lacking_for_sounds(self) -> list[str] | None:
+        from lmstate.audio.heard import lacking_for_sounds
+
+        return None if self.folder is None else lacking_for_sounds(self.folder)
 
     def pictures(self) -> PictureReader:
         """The reader of its pictures or sounds, opened with the first call. Raises as `Model.encode`."""
@@ -113,6 +120,8 @@ class CheckpointReaders:
 
         with OPENING:
             if self._listener is None:
+                if not self.hears and (missing := self._lacking_for_sounds):
+                    raise UnsupportedError(f"sounds need {' and '.join(missing)}: pip install {' '.join(missing)}")
                 if not self.hears:
                     raise UnsupportedError(f"a sound was given, and a {self.config.family} model reads no sounds")
                 if self.folder is None:

@@ -187,8 +187,12 @@ def has_tower(path: Path) -> bool:
         family = family_of(path)
     except ModelError:
         return False
-    described = any((path / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
-    return family in FAMILIES and described and not lacking(family)
+    return family in FAMILIES and has_processor(path) and not lacking(family)
+
+
+def has_processor(path: Path) -> bool:
+    """Whether a checkpoint folder describes how what its towers read is made."""
+    return any((path / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
 
 
 def lacking(family: str) -> list[str]:
