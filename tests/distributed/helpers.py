@@ -76,11 +76,11 @@ WIDE: dict[str, dict[str, int]] = {
 """Sizes of which each of two ranks has whole groups of a quantized matrix."""
 
 
-def saved(case: str, folder: Path, wide: bool = False) -> Path:
-    """The folder with the checkpoint of a case; a wide one is quantized as large models are."""
+def saved(case: str, folder: Path, wide: bool = False, **sizes: float) -> Path:
+    """The folder with the checkpoint of a case, of other sizes; a wide one is quantized as large models are."""
     theirs, _ = pair(case)
-    if wide:
-        sizes = {"hidden_size": 64, "intermediate_size": 192, **WIDE[case]}
+    if wide or sizes:
+        sizes = {"hidden_size": 64, "intermediate_size": 192, **WIDE[case]} if wide else sizes
         config = type(theirs.config)(**{**CASES[case]().to_dict(), **sizes})
         theirs = auto(config).from_config(config, dtype=torch.float32)
         randomize(theirs)

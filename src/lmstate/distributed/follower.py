@@ -17,6 +17,7 @@ import torch
 
 from lmstate.distributed.block_numbers import HeldBlocks
 from lmstate.distributed.calls import CALLS, Arguments
+from lmstate.distributed.carries import round_apart
 from lmstate.distributed.channel import RankChannel
 from lmstate.distributed.cuts import LayerCuts
 from lmstate.distributed.group import SocketGroup
@@ -59,13 +60,15 @@ class Follower:
 
     @command
     def new(
-        self, number: int, rows: int, dtype: str, bits: int | None, capacity: int | None, rewind: int, chunk: int
-    ) -> None:
+        self, number: int, rows: int, dtype: str, bits: int | None, capacity: int | None, rewind: int, chunk: int,
+        carries: int,
+    ) -> None:  # fmt: skip
         layout = Layout(
             rows, self.model.device, getattr(torch, dtype), capacity, rewind, chunk,
-            max_positions=self.model.max_positions, pool=BlockPool(),
+            max_positions=self.model.max_positions, pool=BlockPool(), carries=carries,
         )  # fmt: skip
-        self.states[number] = self.model._new_state(layout, None if bits is None else Quantized(bits))
+        state = self.states[number] = self.model._new_state(layout, None if bits is None else Quantized(bits))
+        round_apart(state, self.cuts, self.group.rank)
 
     @command
     def free(self, number: int) -> None:

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, NoReturn
 import torch
 from torch import Tensor
 
+from lmstate.distributed.carries import round_apart
 from lmstate.distributed.cuts import LayerCuts
 from lmstate.distributed.matrices import ParallelMode
 from lmstate.distributed.mirror import Link, MirroredState
@@ -72,21 +73,19 @@ class ParallelModel(Model):
             raise UnsupportedError(
                 f"kv={kv} was asked for; over several processes it is a dtype, or Quantized for all layers: {ELSEWHERE}"
             )
-        if carries != 32:
-            raise UnsupportedError(
-                f"carries={carries} was asked for; a model over several processes stores them in 32 bits: {ELSEWHERE}"
-            )
-        return super().new_state(rows, capacity, rewind, kv, pool=pool)
+        return super().new_state(rows, capacity, rewind, kv, pool=pool, carries=carries)
 
     def _new_state(self, layout: Layout, kv: Policies | None = None) -> State:
         ranks = self._group
         with ranks.turn():
             state = super()._new_state(layout, kv)
             assert isinstance(state, MirroredState)
+            round_apart(state, self.cuts, ranks.group.rank)
             state.link = Link(ranks, self.cuts, next(ranks.ids))
             dtype, bits = str(layout.dtype).removeprefix("torch."), kv.bits if isinstance(kv, Quantized) else None
             ranks.tell(
-                "new", state.link.number, layout.rows, dtype, bits, layout.capacity, layout.rewind, layout.chunk
+                "new", state.link.number, layout.rows, dtype, bits, layout.capacity, layout.rewind, layout.chunk,
+                layout.carries,
             )  # fmt: skip
         return state
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lmstate import ops
+from lmstate.distributed.carries import coded_cuts
 from lmstate.distributed.cuts import Cut
 from lmstate.distributed.matrices import MatrixParts, Units, at, features, shares, span, times
 from lmstate.models.layers.gated_delta_net import GatedDelta, LowRankProjection
@@ -40,10 +41,13 @@ class RecurrenceSplit(NamedTuple):
     part: Callable[[MatrixParts, Any, Units], Any]
 
 
-def cut_of_recurrence(mixer: object, ranks: int) -> Mapping[str, Cut]:
+def cut_of_recurrence(mixer: Any, ranks: int) -> Mapping[str, Cut]:
     """The cut of each tensor of its carry; empty where it has too few units, or cannot be taken apart."""
     how, units = RECURRENCES.get(type(mixer)), units_of(mixer, ranks)
-    return how.cut(mixer, units) if how is not None and units else {}
+    if how is None or not units:
+        return {}
+    cut = how.cut(mixer, units)
+    return {**cut, **coded_cuts(mixer, cut)}
 
 
 def units_of(mixer: object, ranks: int) -> Units:

@@ -114,13 +114,20 @@ def heard_source(told: Sequence[Any]) -> Source:
 
 def slot_states(state: State, cuts: LayerCuts) -> Iterator[tuple[LayerCut, SlotState]]:
     """The parts of a state that keep an entry a token, each with its cut."""
+    for cut, layer in leaf_states(state, cuts):
+        if isinstance(layer, SlotState):
+            yield cut, layer
+
+
+def leaf_states(state: State, cuts: LayerCuts) -> Iterator[tuple[LayerCut, LayerState]]:
+    """The parts of a state that are not composites, each with its cut."""
     for layer, cut in zip(state.layers, cuts, strict=True):
-        yield from _slots_of(layer, cut)
+        yield from _leaves_of(layer, cut)
 
 
-def _slots_of(layer: LayerState, cut: LayerCut) -> Iterator[tuple[LayerCut, SlotState]]:
-    if isinstance(layer, SlotState):
+def _leaves_of(layer: LayerState, cut: LayerCut) -> Iterator[tuple[LayerCut, LayerState]]:
+    if not isinstance(layer, CompositeState):
         yield cut, layer
-    elif isinstance(layer, CompositeState):
-        for at, member in enumerate(layer.members):
-            yield from _slots_of(member, member_of(cut, at))
+        return
+    for at, member in enumerate(layer.members):
+        yield from _leaves_of(member, member_of(cut, at))

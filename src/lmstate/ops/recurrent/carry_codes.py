@@ -20,15 +20,16 @@ OF_PLACE, OF_TURN = 3242174889, 2447445413  # 2^32 times the two steps of the R2
 THRESHOLDS = 256
 
 
-def carry_codes(x: Tensor, bits: int, turns: Tensor) -> tuple[Tensor, Tensor]:
+def carry_codes(x: Tensor, bits: int, turns: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
     """Codes int8 or int16 `[R, ...]` and scales uint8 `[R, G]` of numbers float32 `[R, ...]`.
 
-    turns: int64 `[R]`, how often each row was rounded before.
+    turns: int64 `[R]`, how often each row was rounded before. first: the place of a row's first number, where `x` is a
+    part of longer rows; a multiple of 32.
     """
     groups = _grouped(x)
     least = bits - 1  # so that the smallest codes are normal numbers
     scales = (groups.abs().amax(-1).view(torch.int32) >> 23).clamp(min=least)
-    places = torch.arange(groups[0].numel(), device=x.device) * OF_PLACE
+    places = (first + torch.arange(groups[0].numel(), device=x.device)) * OF_PLACE
     drawn = (places + turns.to(x.device)[:, None] * OF_TURN & 0xFFFFFFFF) * THRESHOLDS >> 32
     thresholds = (drawn.float() + 0.5) / THRESHOLDS  # below 1, and exact beside a code of 16 bits
     most = 2 ** (bits - 1) - 1

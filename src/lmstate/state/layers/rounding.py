@@ -8,7 +8,7 @@ itself. So it does not matter how often a scan begins at one position: after a c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,11 +25,16 @@ INTERVAL = BLOCK_TOKENS
 
 @dataclass(frozen=True)
 class CarryRounding:
-    """The rounding of one layer's carry. `sums`: names of the rounded parts; the others stay as they are."""
+    """The rounding of one layer's carry.
+
+    `sums`: names of the rounded parts; the others stay as they are. `first`: of a part that is cut out of a larger
+    one, the place of its first number there.
+    """
 
     bits: int  # 16 or 8
     names: tuple[str, ...]
     sums: frozenset[str]
+    first: Mapping[str, int] = field(default_factory=dict)
 
     # ---- scans
 
@@ -69,7 +74,7 @@ class CarryRounding:
             if length % INTERVAL:
                 whole[self._coded(name)] = part
             else:
-                codes, scales = carry_codes(part[None], self.bits, torch.tensor([length // INTERVAL]))
+                codes, scales = self._codes(name, part[None], torch.tensor([length // INTERVAL]))
                 whole |= {self._coded(name): codes[0], self._scales(name): scales[0]}
         return whole
 
@@ -111,13 +116,16 @@ class CarryRounding:
         places = torch.tensor(rows, device=carry[0].device)
         turns = torch.tensor([starts[row] // INTERVAL for row in rows])
 
-        def rounded(part: Tensor) -> Tensor:
+        def rounded(name: str, part: Tensor) -> Tensor:
             with torch.no_grad():
-                own = carry_numbers(*carry_codes(part[places], self.bits, turns))
+                own = carry_numbers(*self._codes(name, part[places], turns))
                 whole = own if len(rows) == len(part) else part.index_copy(0, places, own)
             return refused(whole, f"carries of {self.bits} bits") if wanted(part) else whole
 
-        return tuple(rounded(part) if name in self.sums else part for name, part in zip(self.names, carry))
+        return tuple(rounded(name, part) if name in self.sums else part for name, part in zip(self.names, carry))
+
+    def _codes(self, name: str, part: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+        return carry_codes(part, self.bits, turns, self.first.get(name, 0))
 
     def _coded(self, name: str) -> str:
         return f"{name}.int{self.bits}"
