@@ -92,6 +92,16 @@ def config(name: str) -> Any:
     if name == "internvl":
         seeing = t.InternVLVisionConfig(**{**SEEING, "patch_size": [4, 4]}, image_size=[16, 16])
         return t.InternVLConfig(vision_config=seeing, text_config=t.Qwen2Config(**TEXT), image_token_id=IMAGE)
+    if name == "mllama":
+        seeing = t.models.mllama.MllamaVisionConfig(
+            hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_global_layers=1, attention_heads=4,
+            image_size=16, patch_size=4, vision_output_dim=96, intermediate_layers_indices=[0, 2],
+        )  # fmt: skip
+        text = t.models.mllama.MllamaTextConfig(
+            **{**TEXT, "vocab_size": IMAGE, "num_hidden_layers": 4}, cross_attention_layers=[1, 3],
+            rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+        )  # fmt: skip
+        return t.MllamaConfig(vision_config=seeing, text_config=text, image_token_index=IMAGE)
     if name in ("idefics3", "smolvlm"):
         kind = "Idefics3" if name == "idefics3" else "SmolVLM"
         seeing = getattr(t, f"{kind}VisionConfig")(**SEEING, image_size=16)
@@ -257,6 +267,11 @@ def pictures(name: str) -> tuple[dict[str, Tensor], list[int]]:
         grid = torch.tensor([[1, *size] for size in SIZES])
         pixels = torch.randn(int(grid.prod(-1).sum()), 3 * 2 * 4 * 4, generator=generator)
         return {"pixel_values": pixels, "image_grid_thw": grid}, [int(each.prod()) // 4 for each in grid]
+    if name == "mllama":  # pictures of 3, 1 and 4 tiles
+        mask = torch.arange(4) < torch.tensor([[3], [1], [4]])
+        pixels = torch.randn(1, 3, 4, 3, 16, 16, generator=generator) * mask[..., None, None, None]
+        shapes = torch.tensor([[3, 1, 6]])
+        return {"pixel_values": pixels, "aspect_ratio_ids": shapes, "aspect_ratio_mask": mask.long()[None]}, [1, 1, 1]
     if name == "lfm2_vl":
         shapes = torch.tensor([[4, 4], [2, 6], [2, 2]])
         mask = torch.arange(16) < shapes.prod(-1, keepdim=True)
@@ -338,8 +353,16 @@ FAMILIES = [
     *WHOLE, "gemma3n", "gemma4_small",
     "llava", "llava_next", "internvl", "idefics3", "smolvlm", "mistral3", "lfm2_vl", *GRIDS,
     "llama4", "idefics2", "llava_onevision", "deepseek_vl", "deepseek_vl_hybrid", "minicpmv4_6", "granite4_vision",
-    "ovis2", "lighton_ocr", "aya_vision", "cohere2_vision",
+    "ovis2", "mllama", "lighton_ocr", "aya_vision", "cohere2_vision",
 ]  # fmt: skip
+
+
+def seen_tiles(ids: list[int], tiles: list[int]) -> Tensor:
+    """The tiles of pictures that tokens attend to, as transformers' processor of Llama 3.2 Vision has it."""
+    from transformers.models.mllama import processing_mllama as theirs
+
+    own = theirs.get_cross_attention_token_mask(ids, IMAGE)
+    return torch.from_numpy(theirs.convert_sparse_cross_attention_mask_to_dense([own], [tiles], 4, len(ids)))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -361,6 +384,8 @@ def test_logits_are_those_of_transformers_at_any_cut(name: str, monkeypatch: pyt
     )
     if name.startswith("paligemma"):
         beside["token_type_ids"] = (torch.arange(len(ids)) >= 12 + PREFIX).long()[None]
+    if name == "mllama":
+        beside["cross_attention_mask"] = seen_tiles(ids, [3, 1, 4])
     if name == "gemma4_unified":  # in its `generate` and in Gemma 4 layers that see everything stay causal
         beside["attention_mask"] = theirs.create_masks_for_generate(
             theirs.config, inputs_embeds=torch.zeros(1, len(ids), 48), attention_mask=None, cache=None,

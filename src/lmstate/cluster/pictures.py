@@ -36,12 +36,14 @@ class WirePicture(msgspec.Struct, frozen=True):
     shape: tuple[int, int]  # of its embeddings
     axes: bool  # whether it has positions
     text: tuple[int, ...] = ()
+    beside: bool = False
 
 
 def picture_to_wire(media: Media, to: str, id: str) -> WirePicture:
     assert media.embeddings is not None
     rows, width = media.embeddings.shape
-    return WirePicture(to, id, media.hash, media.token, (rows, width), media.positions is not None, media.text)
+    axes = media.positions is not None
+    return WirePicture(to, id, media.hash, media.token, (rows, width), axes, media.text, media.beside)
 
 
 async def picture_parts(media: Media) -> AsyncIterator[bytes]:
@@ -60,7 +62,7 @@ def read_picture(told: WirePicture, path: Path) -> Media:
     data = bytearray(path.read_bytes())
     axes = torch.frombuffer(data, dtype=torch.int64, count=positions // 8).view(AXES, -1) if told.axes else None
     embeddings = torch.frombuffer(data, dtype=torch.float32, offset=positions).view(told.shape)
-    if (media := Media.of(embeddings, told.token, axes, told.text)).hash != told.hash:
+    if (media := Media.of(embeddings, told.token, axes, told.text, told.beside)).hash != told.hash:
         raise ValueError("a picture came damaged: it is not the one of its hash")
     return media
 

@@ -316,7 +316,7 @@ class ServingFront(Front):
 
     def embed(self, tokens: Sequence[int], pooling: str = "mean") -> Future[Tensor]:
         """As `Engine.embed`, at the replica that is estimated to read it soonest. Waits for one as `submit` does."""
-        ids = token_ids(tokens, "the text", self.model.config.vocab_size)
+        ids = token_ids(tokens, "the text", self.model.config.ids)
         check_length(self.model, ids)
         return self._loop.start(self._embedded(ids, pooling))
 

@@ -44,7 +44,7 @@ class Conversations:
         turn ends once its record is stored."""
         self._durable = durable
         self._prefixes, self._replay, self._tier = prefixes, replay, tier
-        self._vocab_size, self._most = model.config.vocab_size, model.max_positions
+        self._ids, self._most = model.config.ids, model.max_positions
         self._patience = Patience()
         self._foreign: set[str] = set()  # names under which a tier has something other than a session
         self._sessions: dict[str, Session] = {}
@@ -268,7 +268,7 @@ class Conversations:
 
     def _record(self, saved: SavedSession, salt: str) -> Record | None:
         try:
-            if all(token < self._vocab_size for token in saved.tokens):
+            if all(token < self._ids for token in saved.tokens):
                 record = Record.from_json(saved.tokens, saved.record)
                 self.remember(record, salt)
                 self._foreign.discard(saved.name)

@@ -314,7 +314,7 @@ class Engine(SessionEngine):
         Cancelling it ends the reading. Raises ValueError for an unknown pooling and for a text that the model cannot
         read.
         """
-        ids = token_ids(tokens, "the text", self.model.config.vocab_size)
+        ids = token_ids(tokens, "the text", self.model.config.ids)
         check_length(self.model, ids)
         work = self._work
         text = EmbeddedText(self.model, ids, pooling, self.call, lambda: bool(work.reading or work.answering))

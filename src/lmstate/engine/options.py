@@ -42,7 +42,7 @@ def read_prompt(model: ServingModel, prompt: Any, replay: Replay, salt: str = ""
     else:
         read = PicturePrompt(prompt_ids(model, prompt, replay, salt))
     for token in read.tokens:
-        check_token(token, "the prompt", model.config.vocab_size)
+        check_token(token, "the prompt", model.config.ids)
     return read
 
 

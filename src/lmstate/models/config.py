@@ -16,3 +16,9 @@ class ModelConfig:
     embed_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    marks: int = 0  # ids past the vocabulary, of pictures in a text; no answer has them
+
+    @property
+    def ids(self) -> int:
+        """Number of token ids that a text may have."""
+        return self.vocab_size + self.marks

@@ -90,7 +90,7 @@ class Model(ModelStates):
         if isinstance(logits, str) and logits not in ("last", "all", "none"):
             raise StateError(f'logits={logits!r} was asked for; there are "last", "all", "none", and a number a row')
         if parents is not None:
-            return self._tree(token_rows(tokens, self.config.vocab_size), state, logits or "all", commit, parents)
+            return self._tree(token_rows(tokens, self.config.ids), state, logits or "all", commit, parents)
         return self._extend(tokens, state, logits, commit, self._run, self.logits, rewindable)
 
     def hidden(
@@ -116,7 +116,7 @@ class Model(ModelStates):
             if start:
                 raise StateError(f"hidden(start={start}) was asked for without inputs; give the stream in front of it")
             return self._features(tokens, state, commit, self._run)
-        start, ids = whole_number(start, "start"), token_rows(tokens, self.config.vocab_size)
+        start, ids = whole_number(start, "start"), token_rows(tokens, self.config.ids)
         if not 0 <= start <= len(self.blocks):
             raise StateError(f"hidden(start={start}) was asked for; the model has blocks 0 to {len(self.blocks) - 1}")
         for reader, block in enumerate(self.blocks[start:], start):
@@ -194,7 +194,7 @@ class Model(ModelStates):
         rewindable: bool | Sequence[bool] = True,
     ) -> Tensor | None:
         """The transaction of a call; without a head, what it gives is not logits but hidden states."""
-        ids, commit = token_rows(tokens, self.config.vocab_size), flag(commit, "commit")
+        ids, commit = token_rows(tokens, self.config.ids), flag(commit, "commit")
         kept = None if logits is None or isinstance(logits, str) else last_counts(logits, ids)
         lasting = flags(rewindable, len(ids), "rewindable")
         if state is None:
@@ -313,7 +313,7 @@ class Model(ModelStates):
         calls with one token after another, bit for bit. They await the verdict of `state.commit`, as a draft does. None
         where no graph of the GPU holds several steps; nothing happened then. Raises the errors of a call.
         """
-        ids = token_rows(tokens, self.config.vocab_size)
+        ids = token_rows(tokens, self.config.ids)
         most = min(most, widest_run(len(ids), self.config.vocab_size))
         if most < 2 or self.device.type != "cuda" or max(map(len, ids), default=0) != 1 or state.layout.static:
             return None

@@ -121,6 +121,7 @@ class ModelStates(ModelParts):
             new_layers(self.blocks, layouts),
             layout,
             vocab_size=self.config.vocab_size,
+            marks=self.config.marks,
             fingerprint=lambda: self.fingerprint,
             model_name=served_name(self.name) if self.name else "",
             user=weakref.ref(self),

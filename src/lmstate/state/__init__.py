@@ -19,6 +19,7 @@ from lmstate.state.layers.compressed import CompressedState, PooledIndexState, P
 from lmstate.state.layers.cross import CrossState
 from lmstate.state.layers.indexed_attention import BlockChoice, ChosenBlocksState, IndexedAttentionState
 from lmstate.state.layers.latent import IndexKeys, LatentState
+from lmstate.state.layers.pictures import PictureReadingState
 from lmstate.state.layers.recurrent import RecurrentState
 from lmstate.state.layers.shared_kv import SharedState
 from lmstate.state.media import Media, MediaSpan
@@ -46,6 +47,7 @@ __all__ = [
     "Layout",
     "Media",
     "MediaSpan",
+    "PictureReadingState",
     "PooledIndexState",
     "Pooling",
     "RecurrentState",

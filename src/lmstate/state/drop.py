@@ -27,6 +27,8 @@ def refuses_drop(
     for span in row.media:
         if span.media.positions is not None:
             return "its pictures have positions of several axes, and layers move keys along one"
+        if span.media.beside:
+            return "layers attend to its pictures, and which ones depends on what is between them"
         if span.at < start < span.end or span.at < stop < span.end:
             return f"it would cut the picture at {span.at - ahead} to {span.end - ahead}"
     if layout.max_positions is not None:

@@ -15,6 +15,7 @@ from lmstate.state.device import DeviceSteps
 from lmstate.state.gradients import CopiedGraphs
 from lmstate.state.inference_mode import ordinary_tensors
 from lmstate.state.layers.base import LayerState, Layout
+from lmstate.state.layers.pictures import PictureReadingState
 from lmstate.state.media import Media, MediaSpan, Spans, held_tensors, inside, misplaced, refusal
 from lmstate.state.opening import RowOpening
 from lmstate.state.pending import Pending
@@ -33,6 +34,7 @@ class HeldRows:
         layout: Layout,
         *,
         vocab_size: int,
+        marks: int = 0,
         fingerprint: Callable[[], str],
         model_name: str = "",
         user: Callable[[], object],
@@ -44,7 +46,7 @@ class HeldRows:
         opening: RowOpening | None = None,
     ):
         """`fingerprint()` names the model; it is asked for only by snapshots, and for a model that is not `user()`.
-        `model_name` is the name of the model for people.
+        `model_name` is the name of the model for people. `marks`: ids past the vocabulary that its texts may have.
 
         `encode(source)` gives each layer the keys and values of a source; None for a model without an encoder.
 
@@ -57,16 +59,17 @@ class HeldRows:
         self.layers = list(layers)
         self.evicts = any(leaf.evicts for layer in self.layers for leaf in layer.leaves())
         self.conditioned = any(layer.conditioned for layer in self.layers)
+        self._attends_to_pictures = any(isinstance(layer, PictureReadingState) for layer in self.layers)
         self.layout = layout
         self._encode = encode
-        self._vocab_size = vocab_size
+        self._vocab_size, self._ids = vocab_size, vocab_size + marks
         self._fingerprint = fingerprint
         self._model_name = model_name
         self.user = user  # the model that has the state now, a weak reference: a copy of the state copies no model
         self._frequency_key = frequency_key
         self._axes = axes
         self.whole_pictures = whole_pictures
-        self._limits = vocab_size, hidden_size, len(self.layers), axes  # of pictures
+        self._limits = self._ids, hidden_size, len(self.layers), axes  # of pictures
         self._opening = opening
         self._ahead = 0 if opening is None else opening.count
         self._rows = [self._empty() for _ in range(layout.rows)]
@@ -178,6 +181,10 @@ class HeldRows:
         """Reason that no row of this state has such a picture; None if one can."""
         if self.layout.static:
             return "a static state takes no pictures: make one with static=False"
+        if media.beside and not self._attends_to_pictures:
+            return "it is beside the text, and no layer of this model attends to such pictures"
+        if media.beside and media.embeddings is None:
+            return "its embeddings were let go, and layers attend to them at each token: make it again"
         if self.evicts and media.positions is not None:
             return "its positions have several axes, and a policy that evicts rotates by one: make a state without it"
         if self.evicts and self.whole_pictures:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -31,7 +32,9 @@ class Media:
     `[N, (1 + D) E]` the others are added to the stream after the first D blocks (DeepStack, 2406.04334).
     `positions` int64 `[3, N]` are those of the rope's axes (time, height, width), counted from its first token; None
     where a picture has positions as a text has. `text` are the ids of tokens after its embeddings that are one piece
-    with it (PaliGemma's question): they are among its `count` positions, and have embeddings of their own.
+    with it (PaliGemma's question): they are among its `count` positions, and have embeddings of their own. `beside`:
+    its embeddings are in no token's place. It has one position, and layers of a kind of their own attend to it from
+    there on (Llama 3.2 Vision).
     """
 
     hash: str
@@ -40,9 +43,16 @@ class Media:
     embeddings: Tensor | None = field(compare=False, repr=False)
     positions: Tensor | None = field(default=None, compare=False, repr=False)
     text: tuple[int, ...] = ()
+    beside: bool = False
 
     @staticmethod
-    def of(embeddings: Tensor, token: int, positions: Tensor | None = None, text: Sequence[int] = ()) -> Media:
+    def of(
+        embeddings: Tensor,
+        token: int,
+        positions: Tensor | None = None,
+        text: Sequence[int] = (),
+        beside: bool = False,
+    ) -> Media:
         """A picture of these embeddings `[N, E]` or `[N, (1 + D) E]`. Raises `StateError` for anything else."""
         if not isinstance(embeddings, Tensor) or embeddings.ndim != 2 or not embeddings.is_floating_point():
             raise StateError(f"embeddings are {_shown(embeddings)}; those of a picture are float32 [N, E]")
@@ -50,9 +60,13 @@ class Media:
             raise StateError(f"embeddings are {_shown(embeddings)}; a picture has at least one position")
         embeddings, token = embeddings.float(), whole_number(token, "a token id")
         behind = tuple(token_ids(text, "the text of a picture"))
+        if beside and (behind or positions is not None):
+            raise StateError("a picture beside the text has a text of its own, or positions of several axes")
         _check_positions(positions, len(embeddings), behind)
-        hash, count = _digest(embeddings, token, positions, behind), len(embeddings) + len(behind)
-        return Media(hash, token, count, embeddings, positions, behind)
+        count = 1 if beside else len(embeddings) + len(behind)
+        return Media(
+            _digest(embeddings, token, positions, behind, beside), token, count, embeddings, positions, behind, beside
+        )
 
     @property
     def pictured(self) -> int:
@@ -75,15 +89,38 @@ class Media:
         digests = (hashlib.sha256(f"{self.hash} {at}".encode()).digest() for at in range(self.count))
         return [PICTURED | int.from_bytes(digest[:8], "big") >> 2 for digest in digests]
 
+    @cached_property
+    def derived(self) -> Derived:
+        """Tensors that layers have made of it. All pictures of its hash share them, as long as there is one."""
+        return _DERIVED.setdefault(self.hash, Derived())
+
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(each for each in (self.embeddings, self.positions) if each is not None)
+        own = tuple(each for each in (self.embeddings, self.positions) if each is not None)
+        return (*own, *self.derived.tensors) if self.beside else own
 
     def without_embeddings(self) -> Media:
         return replace(self, embeddings=None)
 
     def __deepcopy__(self, memo: object) -> Media:
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+class Derived:
+    """Tensors that layers have made of a picture, by layer and by the pictures that it stands behind."""
+
+    def __init__(self) -> None:
+        self.of: WeakKeyDictionary[Any, dict[Any, tuple[Tensor, ...]]] = WeakKeyDictionary()
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(each for made in [*self.of.values()] for tensors in [*made.values()] for each in tensors)
+
+
+_DERIVED: WeakValueDictionary[str, Derived] = WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -100,6 +137,27 @@ class MediaSpan:
 
 
 Spans = tuple[MediaSpan, ...]
+
+
+def read_by(spans: Spans, start: int, stop: int) -> Iterator[tuple[int, int, tuple[Media, ...], int]]:
+    """Pictures beside the text that the positions `start .. stop - 1` of a row attend to.
+
+    Yields the first of such positions, the one after the last, the pictures, and how many of them these see: those that
+    follow each other up to there, and none before. Positions in front of all pictures are left out.
+    """
+    runs: list[list[MediaSpan]] = []
+    for span in spans:
+        if span.media.beside:
+            if not runs or runs[-1][-1].end != span.at:
+                runs.append([])
+            runs[-1].append(span)
+    for index, run in enumerate(runs):
+        until = runs[index + 1][0].at if index + 1 < len(runs) else stop
+        pictures = tuple(span.media for span in run)
+        for seen, span in enumerate(run, start=1):
+            first, end = max(start, span.at), min(stop, until if seen == len(run) else span.end)
+            if first < end:
+                yield first, end, pictures, seen
 
 
 def within(spans: Spans, start: int, stop: int) -> Spans:
@@ -124,6 +182,8 @@ def overlaid(x: Tensor, media: Sequence[Spans], starts: Sequence[int], ends: Seq
     for row, spans in enumerate(media):
         start, stop = starts[row], ends[row]
         for span in within(spans, start, stop):
+            if span.media.beside:
+                continue
             assert span.media.embeddings is not None  # a state plans no step without them
             first, last = max(start, span.at), min(stop, span.at + span.media.pictured)
             if first < last:
@@ -205,7 +265,7 @@ def refusal(spans: Spans, tokens: Sequence[int], vocab_size: int, width: int, la
         behind = span.end
         if wrong := [token for token in (media.token, *media.text) if not 0 <= token < vocab_size]:
             return f"{where} has the token id {wrong[0]}; this model's ids are 0 to {vocab_size - 1}"
-        whole = range(width, (1 + layers) * width + 1, width)
+        whole = range(width, (1 if media.beside else 1 + layers) * width + 1, width)
         if media.embeddings is not None and media.embeddings.shape[-1] not in whole:
             return f"{where} has embeddings {list(media.embeddings.shape)}; this model's are as wide as {width}"
         if media.positions is not None and not axes:
@@ -243,9 +303,13 @@ def span_tensors(spans: Spans) -> dict[str, Tensor]:
 
 
 def span_record(spans: Spans) -> list[list[Any]]:
-    """The rest of pictures for a file: position, token id, number of positions and hash of each, and its text."""
-    texts = ([list(span.media.text)] if span.media.text else [] for span in spans)
-    return [[span.at, span.media.token, span.media.count, span.media.hash, *text] for span, text in zip(spans, texts)]
+    """The rest of pictures for a file: position, token id, number of positions and hash of each, and `_rest`."""
+    return [[span.at, span.media.token, span.media.count, span.media.hash, *_rest(span.media)] for span in spans]
+
+
+def _rest(media: Media) -> list[Any]:
+    """The text of a picture, or that it is beside one; nothing for most."""
+    return [list(media.text)] if media.text else [True] if media.beside else []
 
 
 def read_spans(where: object, record: Any, tensors: dict[str, Tensor]) -> Spans:
@@ -258,16 +322,16 @@ def read_spans(where: object, record: Any, tensors: dict[str, Tensor]) -> Spans:
     spans = []
     for index, each in enumerate(record if isinstance(record, list) else [None]):
         kinds = tuple(map(type, each)) if isinstance(each, list) else ()
-        text = tuple(each[4]) if kinds[4:] == (list,) else ()
+        text, beside = tuple(each[4]) if kinds[4:] == (list,) else (), kinds[4:] == (bool,) and each[4]
         numbers = [*each[:3], *text] if kinds[:4] == (int, int, int, str) else [-1]
         if len(kinds) > 5 or {*map(type, numbers)} != {int} or min(numbers) < 0 or max(numbers) >= FARTHEST:
             raise SnapshotError(f"{where} is damaged: its record of pictures is malformed")
         at, token, count, known = each[:4]
-        if count <= len(text) or (len(kinds) == 5) != bool(text):
+        if count <= len(text) or (len(kinds) == 5) != bool(text or beside) or (beside and count != 1):
             raise SnapshotError(f"{where} is damaged: its record of pictures is malformed")
         embeddings = tensors.pop(f"media.{index}.embeddings", None)
         positions = tensors.pop(f"media.{index}.positions", None)
-        spans.append(MediaSpan(at, _read(where, Media(known, token, count, embeddings, positions, text))))
+        spans.append(MediaSpan(at, _read(where, Media(known, token, count, embeddings, positions, text, bool(beside)))))
     return tuple(spans)
 
 
@@ -300,7 +364,7 @@ def _read(where: object, media: Media) -> Media:
     try:
         _check_positions(media.positions, media.count, media.text)
         tensors = media.embeddings, media.positions
-        made = media if tensors[0] is None else Media.of(tensors[0], media.token, tensors[1], media.text)
+        made = media if tensors[0] is None else Media.of(tensors[0], media.token, tensors[1], media.text, media.beside)
     except StateError as error:
         raise SnapshotError(f"{where} is damaged: {error}") from None
     if made != media:
@@ -320,8 +384,8 @@ def _check_positions(positions: Tensor | None, count: int, text: Sequence[int]) 
         raise StateError(f"positions of a picture are numbers from 0 to {FARTHEST - 1}")
 
 
-def _digest(embeddings: Tensor, token: int, positions: Tensor | None, text: Sequence[int]) -> str:
-    behind = f" {list(text)}" if text else ""
+def _digest(embeddings: Tensor, token: int, positions: Tensor | None, text: Sequence[int], beside: bool) -> str:
+    behind = f" {list(text)}" if text else " beside" if beside else ""
     digest = hashlib.sha256(f"{token} {list(embeddings.shape)} {positions is not None}{behind}\n".encode())
     for tensor in (embeddings, positions):
         if tensor is not None:

@@ -141,7 +141,9 @@ class Snapshot:
     def without_embeddings(self) -> Snapshot:
         """The same without the embeddings of pictures that were read, which only recomputation needs."""
         spans = (
-            MediaSpan(span.at, span.media.without_embeddings()) if span.end <= self.cached - self.opening else span
+            span
+            if span.media.beside or span.end > self.cached - self.opening
+            else MediaSpan(span.at, span.media.without_embeddings())
             for span in self.media
         )
         return replace(self, media=tuple(spans))
@@ -151,15 +153,15 @@ class Snapshot:
         """Its tokens, with numbers of a picture's content where one stands: texts that are alike in them are alike."""
         return identities(self.tokens, self.media, self.source)
 
-    def as_row(self, vocab_size: int, device: torch.device) -> Row:
-        """The record of the row apart from its layers, in tensors of its own.
+    def as_row(self, vocab_size: int, ids: int, device: torch.device) -> Row:
+        """The record of the row apart from its layers, in tensors of its own. `ids`: number of those that it may hold.
 
         No field is trusted: a snapshot may have been made by hand. Raises `SnapshotError` if one cannot be. The tensors
         of `layers` are for each layer to check.
         """
         try:
-            tokens = token_ids(self.tokens, "the snapshot", vocab_size)
-            source = _kept_source(self.source, vocab_size)
+            tokens = token_ids(self.tokens, "the snapshot", ids)
+            source = _kept_source(self.source, ids)
             cached = whole_number(self.cached, "cached")
             frequency_key = whole_number(self.frequency_key, "frequency_key")
             opening = whole_number(self.opening, "opening")

@@ -97,7 +97,7 @@ class State(SteppedRows):
                 "first token: rewind the row to 0, or use another row"
             )
         if not isinstance(source, SourceFeatures):
-            source = tuple(token_ids(source, "the source", self._vocab_size))
+            source = tuple(token_ids(source, "the source", self._ids))
             if not source:
                 raise StateError(f"condition({row}, ...) was given an empty source; a source has at least one token")
         changes = Changes()
@@ -117,7 +117,7 @@ class State(SteppedRows):
         """Append tokens that count as seen now and are computed at the start of the next call."""
         row, own = self._row(row)
         self._refuse_pending("queue tokens", row)
-        if ids := token_ids(ids, f"row {row}", self._vocab_size):
+        if ids := token_ids(ids, f"row {row}", self._ids):
             if (cut := self._parted(own, own.length + len(ids))) is not None:
                 raise StateError(f"row {row} was to queue {len(ids)} tokens, up to {own.length + len(ids)}, {cut}")
             self._check_capacity([len(ids) if i == row else 0 for i in range(self.rows)])
@@ -358,7 +358,7 @@ class State(SteppedRows):
             )
         if different := differences(snapshot.fingerprint, self.fingerprint):
             raise SnapshotError(f"the snapshot is of another model: {different}; restore it where it came from")
-        restored = snapshot.as_row(self._vocab_size, self.layers[-1].device or self.layout.device)
+        restored = snapshot.as_row(self._vocab_size, self._ids, self.layers[-1].device or self.layout.device)
         if len(snapshot.layers) != len(self.layers):
             raise SnapshotError(f"the snapshot has {len(snapshot.layers)} layers; this state has {len(self.layers)}")
         for span in restored.media:

@@ -122,6 +122,17 @@ def tiled(inputs: Inputs, config: Any) -> Iterator[Tile]:
         yield Tile({"pixel_values": picture[None, :count], "image_sizes": size[None]})
 
 
+def aspects(inputs: Inputs, config: Any) -> Iterator[Tile]:
+    """Pixels `[1, pictures, tiles, 3, H, W]`, padded after each picture's own tiles, and their shape (Llama 3.2).
+
+    A picture is one here: the tower sees its tiles together.
+    """
+    names = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
+    given = (_given(inputs, name, ndim)[0] for name, ndim in zip(names, (6, 2, 3)))
+    for parts in zip(*given, strict=True):
+        yield Tile({name: part[None, None] for name, part in zip(names, parts)})
+
+
 def patched(inputs: Inputs, config: Any) -> Iterator[Tile]:
     """Patches `[tiles, N, features]`, of which some are padding, and the rows and columns of each (LFM2-VL)."""
     names = ("pixel_values", "spatial_shapes", "pixel_attention_mask")
@@ -150,6 +161,13 @@ def at_blocks(seeing: Any, inputs: dict[str, Tensor]) -> Tensor:
     for block, (own,) in found:
         parts[block] = own  # a later one is in the place of an earlier one, as in the model
     return torch.cat(parts, -1).float()
+
+
+def of_tiles(seeing: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """The same of Llama 3.2 Vision, without the tiles that are padding."""
+    found = seeing.vision_model(**inputs).last_hidden_state[0, 0]
+    count = int(inputs["aspect_ratio_mask"].sum())
+    return seeing.multi_modal_projector(found[:count]).float().flatten(0, 1)
 
 
 def heard(hearing: Any, inputs: dict[str, Tensor]) -> Tensor:
@@ -238,6 +256,7 @@ FAMILIES: dict[str, Tiles] = {
     "llava_onevision": tiled,
     "minicpmv4_6": strips,
     "mistral3": sized,
+    "mllama": aspects,
     "ovis2": rows,
     "paligemma": rows,
     "qwen2_5_vl": grids,
@@ -249,7 +268,13 @@ FAMILIES: dict[str, Tiles] = {
     "smolvlm": padded_rows,
 }
 # The function that makes embeddings of a tile, where it is not `pooled`.
-FEATURES: dict[str, Callable[[Any, dict[str, Tensor]], Tensor]] = {"granite4_vision": at_blocks, "llama4": projected}
+FEATURES: dict[str, Callable[[Any, dict[str, Tensor]], Tensor]] = {
+    "granite4_vision": at_blocks,
+    "llama4": projected,
+    "mllama": of_tiles,
+}
+# Whose pictures are beside the text, and take one place in it.
+BESIDE = frozenset({"mllama"})
 # Which may hear beside: their towers have one for sounds too.
 HEARING = ("gemma3n", "gemma4")
 # Whose tokens around a picture have embeddings of the tower too.
@@ -286,4 +311,5 @@ UNTILED = frozenset(name for name, tiles in FAMILIES.items() if tiles in (grids,
     "deepseek_vl",
     "deepseek_vl_hybrid",
     "llava",
+    "mllama",
 }

@@ -148,7 +148,7 @@ class PictureReader:
             try:
                 inputs, places = ([], []) if reads and not images else self._processed(images)
                 del images
-                taken = [len(self.tower.embed(tile)) for tile in self.tower.tiles(inputs)]
+                taken = [self.tower.places(tile) for tile in self.tower.tiles(inputs)]
                 if self.processor is None:
                     places = [self.mark * count for count in taken]
                 if reads:

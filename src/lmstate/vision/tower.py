@@ -17,7 +17,19 @@ from torch import Tensor
 
 from lmstate.errors import ModelError, StateError, UnsupportedError
 from lmstate.state.media import Media, MediaSpan
-from lmstate.vision.families import FAMILIES, FEATURES, HEARING, MARKS, NEEDS, PREFIXED, PROCESSED, Tile, heard, pooled
+from lmstate.vision.families import (
+    BESIDE,
+    FAMILIES,
+    FEATURES,
+    HEARING,
+    MARKS,
+    NEEDS,
+    PREFIXED,
+    PROCESSED,
+    Tile,
+    heard,
+    pooled,
+)
 
 KEPT_BYTES = 2**28  # of embeddings of pictures that were seen before
 # Parameters of the text model, which is left out.
@@ -76,6 +88,10 @@ class Tower:
             self._fitting("pictures", sum(len(self.embed(tile)) for tile in pictures), places, self.placeholder)
             whole = torch.cat([self.embed(tile) for tile in pictures])
             return (MediaSpan(0, Media.of(whole, self.placeholder, text=ids[len(places) :])),)
+        if self.family in BESIDE:
+            self._fitting("pictures", len(pictures), places, self.placeholder)
+            seen = (Media.of(self.embed(tile), self.placeholder, beside=True) for tile in pictures)
+            return tuple(map(MediaSpan, places, seen))
         spans = self._spans("pictures", pictures, places, self.placeholder)
         for token in dict.fromkeys(tile.token for tile in tiles if tile.token is not None):
             what = "videos" if token == getattr(self.config, "video_token_id", None) else "sounds"
@@ -124,6 +140,10 @@ class Tower:
         while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > KEPT_BYTES:
             self._kept.popitem(last=False)
         return embeddings
+
+    def places(self, tile: Tile) -> int:
+        """Number of tokens of a text that a tile takes."""
+        return 1 if self.family in BESIDE else len(self.embed(tile))
 
     def features(self, inputs: dict[str, Tensor]) -> Tensor:
         """Embeddings of one tile, as `embed` gives them, from its inputs on the tower's device."""

@@ -6,18 +6,23 @@ x = x + down(silu(gate(y)) * up(y))    # y = norm(x)
 logits = head(norm(x))
 
 Families that differ by a line are here too: ERNIE 4.5 and Helium rotate neighboring features, Seed-OSS says of each
-part by itself whether it has biases, and the feed-forward part of Arcee has no gate. The layers of Llama 3.2 Vision
-that attend to pictures do nothing in a text, and are left out.
+part by itself whether it has biases, and the feed-forward part of Arcee has no gate. Llama 3.2 Vision has blocks that
+attend to pictures, which do nothing in a text.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.loader import WeightLoader
+from lmstate.models.block import Block
 from lmstate.models.families import builders as b
 from lmstate.models.layers.attention import Attention
+from lmstate.models.layers.mlp import MLP
+from lmstate.models.layers.picture_attention import PictureAttention
 from lmstate.models.layers.rope import make_rope
 from lmstate.models.model import Model
 
@@ -104,15 +109,29 @@ def build(w: WeightLoader) -> Model:
         mixer,
         lambda _, name: made(w, name, shape.hidden, inner, act, biased=inside),
     )
-    seeing = config.ints("cross_attention_layers", default=()) if family == "mllama_text_model" else ()
-    own = [index for index in range(shape.layers) if index not in seeing]
-    return b.decoder(
-        w,
-        replace(shape, layers=len(own)),
-        lambda index: block(own[index], f"model.layers.{own[index]}"),
-        marks=MARKS if family == "mllama_text_model" else 0,
-        ignore=tuple(f"model.layers.{index}.*" for index in seeing),
+    if family != "mllama_text_model":
+        return b.decoder(w, shape, block)
+    seeing = config.ints("cross_attention_layers", default=())
+
+    def seen(index: int) -> Block:
+        name = f"model.layers.{index}"
+        mlp = b.mlp(w, f"{name}.mlp", shape.hidden, inner, act)
+        return Block(_picture_attention(w, name, shape, mlp), None, b.rms_norms(w, shape)(f"{name}.input_layernorm"))
+
+    return b.decoder(w, shape, lambda index: (seen if index in seeing else block)(index), marks=MARKS)
+
+
+def _picture_attention(w: WeightLoader, name: str, shape: b.Dims, mlp: MLP) -> PictureAttention:
+    normed = b.rms_norms(w, shape)
+    plain = b.cross_attention(
+        w, f"{name}.cross_attn", shape, names=("q_proj", "k_proj", "v_proj", "o_proj"), biased=False
     )
+    q_norm, k_norm = b.head_norms(w, f"{name}.cross_attn", shape)
+    gate, mlp_gate = (torch.tanh(w.tensor(f"{name}.cross_attn_{part}_gate", (1,))) for part in ("attn", "mlp"))
+    return PictureAttention(
+        plain.queries, plain.kv, plain.out, shape.heads, shape.kv_heads, shape.head_dim, q_norm, k_norm, gate,
+        mlp, normed(f"{name}.post_attention_layernorm"), mlp_gate,
+    )  # fmt: skip
 
 
 def _says(config: Config, name: str | None) -> bool:

@@ -118,6 +118,7 @@ def decoder(
             embed_scale,
             logit_scale,
             logit_softcap,
+            marks,
         ),
         embedding,
         tuple(blocks),
