@@ -283,7 +283,7 @@ def test_the_weights_of_a_name_are_named_as_other_programs_find_them(monkeypatch
 
 
 FILES = ["README.md", "a-Q4_K_M.gguf", "a-Q4_K_S.gguf", "mmproj-a-F16.gguf", "F16/a-F16-00002-of-00002.gguf"]
-FILES += ["F16/a-F16-00001-of-00002.gguf", "a.q8_0.gguf", "x/b-Q2_K.gguf", "x/c-Q2_K.gguf"]
+FILES += ["F16/a-F16-00001-of-00002.gguf", "a.q8_0.gguf", "x/b-Q2_K.gguf", "x/c-Q2_K.gguf", "MMPROJ-a-Q8_0.gguf"]
 
 
 @pytest.mark.parametrize(

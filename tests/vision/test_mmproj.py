@@ -467,6 +467,6 @@ def test_the_command_line_takes_a_tower(
     prompt = lmstate.load(path, mmproj=mmproj).encode(said(png(20, 20), "what"))
     assert len(prompt.media) == 1 and json.loads(told)["usage"]["prompt"] == len(prompt)
     assert f"llava in {mmproj.name}: 1 blocks" in run("inspect", *given)
-    for name in ("text.gguf", "mmproj-text.gguf"):
+    for name in ("text.gguf", "mmproj-text.gguf", "text-MMPROJ-F16.gguf"):
         (tmp_path / name).write_bytes(b"")
     assert models_in(tmp_path) == [str(tmp_path / "text.gguf")]

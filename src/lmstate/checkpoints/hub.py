@@ -355,7 +355,7 @@ def _quantized_file(name: HubName, files: list[str]) -> str:
     first = sorted({(path.rpartition("/")[0], part_names(path.rpartition("/")[2])[0]) for path in files})
     models = [f"{folder}/{last}" if folder else last for folder, last in first if last.endswith(".gguf")]
     ending = re.compile(rf"(?:.*[-._])?{re.escape(name.quantization or '')}(?:-\d+-of-\d+)?\.gguf", re.IGNORECASE)
-    found = [path for path in models if ending.fullmatch(path.rpartition("/")[2]) and "mmproj" not in path]
+    found = [path for path in models if ending.fullmatch(path.rpartition("/")[2]) and "mmproj" not in path.lower()]
     if len(found) != 1:
         what = "no .gguf file" if not found else f"{len(found)} .gguf files"
         shown = ", ".join(f"{name.repository}/{path}" for path in (found or models)[:SHOWN_FILES])

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lmstate.training import AdaptedModel
 
 # Files that are part of another model: all but the first of one that is split, and vision towers.
-BESIDE = re.compile(r"-(?!0*1-of)\d+-of-\d+\.gguf$|mmproj")
+BESIDE = re.compile(r"-(?!0*1-of)\d+-of-\d+\.gguf$|(?i:mmproj)")
 
 
 @dataclass(frozen=True)
