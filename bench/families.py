@@ -32,7 +32,7 @@ CONVERSATIONS = {
     "deepseek_v3": ("deepseek_v3", THINK), "kimi_k2": ("kimi", THINK), "kimi_linear": ("kimi", THINK),
     "glm4_moe": ("glm", THINK), "glm4_moe_lite": ("glm_4_7", THINK), "minimax_m2": ("minimax", THINK),
     "smollm3": ("hermes", THINK), "seed_oss": ("seed", "&lt;seed:think>"), "granite": ("granite", THINK),
-    "granitemoehybrid": ("granite", THINK), "mllama_text_model": ("llama", "-"), "llama4_text": ("llama", "-"),
+    "granitemoehybrid": ("granite, hermes", THINK), "mllama_text_model": ("llama", "-"), "llama4_text": ("llama", "-"),
     "glm_moe_dsa": ("glm_4_7", THINK), "glm5_next_text": ("glm_4_7", THINK), "bailing_hybrid": ("glm", THINK),
     "laguna": ("glm", THINK), "minimax_m3_vl_text": ("minimax_m3", "&lt;mm:think>"), "afmoe": ("hermes", THINK),
     "hy_v3": ("hy_v3", HUNYUAN_THINK), "hy_v4": ("hy_v4", HUNYUAN_THINK), "hunyuan_v1_moe": ("jamba", THINK),
@@ -41,6 +41,13 @@ CONVERSATIONS = {
     "inkling_text": ("inkling", "inkling"), "step3p5": ("qwen_xml", THINK), "mimo_v2_flash": ("qwen_xml", THINK),
     "gemma4_text": ("gemma", "&lt;\\|channel>"), "gemma4_unified_text": ("gemma", "&lt;\\|channel>"),
     "lfm2": ("lfm2", "-"), "lfm2_moe": ("lfm2", "-"), "jamba": ("jamba", "-"), "nemotron_h": ("nemotron", THINK),
+    "olmo3": ("olmo3", THINK), "qwen4_exp_text": ("qwen_xml", THINK), "muse_glimmer_text": ("muse", "muse"),
+    "solar_open": ("solar", "solar"), "ernie4_5_moe": ("ernie", THINK), "ernie4_5_vl_moe_text": ("-", THINK),
+    "exaone4": ("hermes", THINK), "exaone_moe": ("hermes", THINK), "falcon_h1": ("hermes", THINK),
+    "minimax": ("minimax_m1", THINK), "phi3": ("functools, phi", "-"), "gpt_bigcode": ("granite_20b", "-"),
+    "internlm3": ("internlm", "-"), "qwen3_vl_text": ("hermes", THINK), "qwen3_vl_moe_text": ("hermes", THINK),
+    "qwen3_omni_moe_text": ("hermes", THINK), "glm4v_text": ("-", THINK), "glm4v_moe_text": ("glm", THINK),
+    "ministral": ("mistral", "-"), "mimo": ("-", THINK), "dots3_note_text": ("dots", THINK),
 }  # fmt: skip
 
 ENCODER = "reads in both directions, or belongs to an encoder"

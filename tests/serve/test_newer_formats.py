@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from lmstate.serve.answer.reasoning import reasoning_of
 from lmstate.serve.tools import CallArguments, CallStart, Text, Tool, format_of
 from lmstate.serve.tools.events import Reasoning
 from lmstate.serve.tools.reader import Parser
+from lmstate.text.endings import end_ids
 from lmstate.text.thinking import spelled_out
 from tests.serve.byte_tokenizer import byte_tokenizer
 from tests.serve.test_tool_formats import BY_NAME, KEYS, M3, TOOLS, Answer, parsed, schema_of
@@ -44,6 +46,29 @@ ANSWERS = [
         f"{M3}</invoke>{M3}</tool_call>",
         Answer("", "", [("now", {"at": {"x": 1, "y": ["a"]}})]),
     ),
+    (
+        "solar",
+        "<|think|>Hm.<|end|><|begin|>assistant<|content|>Yes.<|end|><|begin|>assistant<|tool_calls|>"
+        '<|tool_call:begin|>0<|tool_call:name|>now<|tool_call:args|>{"a": 1}<|tool_call:end|>',
+        Answer("Yes.", "Hm.", [("now", {"a": 1})]),
+    ),
+    ("solar", "Plain.<|end|><|begin|>assistant<|content|> More.", Answer("Plain. More.", "", [])),
+    (
+        "solar",
+        "<|tool_calls|><|tool_call:begin|>0<|tool_call:name|>now<|tool_call:end|>",
+        Answer("", "", [("now", {})]),
+    ),
+    (
+        "muse",
+        " to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Yes. to=x<|eom|><|start|>assistant to=now"
+        '<|message|><atem:function_calls>\n<atem:invoke name="now">\n<atem:parameter name="a">1</atem:parameter>\n'
+        "</atem:invoke>\n</atem:function_calls>",
+        Answer("Yes. to=x", "Hm.", [("now", {"a": 1})]),
+    ),
+    ("muse", "<|message|>Yes.<|eot|>", Answer("Yes.", "", [])),
+    ("muse", " to=user<|message|>Write <atem:function_calls>.<|eot|>", Answer("Write <atem:function_calls>.", "", [])),
+    ("muse", "Plain.", Answer("Plain.", "", [])),
+    ("ernie", "<response>\nYes.\n</response>\n", Answer("Yes.", "", [])),
     ("apertus", '<|tools_prefix|>[{"now": {}}]<|tools_suffix|>Yes.', Answer("Yes.", "", [("now", {})])),
 ]
 
@@ -166,6 +191,9 @@ def test_markers_made_of_constants_are_known() -> None:
         ("<|START_ACTION|> <|START_TEXT|> <|END_THINKING|>", "cohere_text", "<|END_THINKING|>"),
         ("{% set mark = '｜DSML｜' %}{{ '<' + mark + 'tool_calls>' }} </think>", "dsml_calls", "</think>"),
         ("{% set mark = '｜DSML｜' %}{{ '<' + mark + 'function_calls>' }} </think>", "dsml", "</think>"),
+        ("<function_calls>' + message['function_calls'] + '</function_calls> <think></think>", "olmo3", "</think>"),
+        ("<tool_call>\n{name}\n</tool_call> </think> <response>", "ernie", "</think>"),
+        ("<beginning_of_sentence>ai <tool_calls>\n{name}\n</tool_calls> </think>", "minimax_m1", "</think>"),
         ("<tool_call>{name}<arg_key>{key}</arg_key><arg_value>{value}</arg_value> </think>", "glm_4_7", "</think>"),
         ("<tool_call>{name}\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value> </think>", "glm", "</think>"),
     ],
@@ -174,3 +202,34 @@ def test_newer_templates_are_told_apart(template: str, tools: str, end: str) -> 
     assert format_of(template) is BY_NAME[tools]
     markers = reasoning_of(template)
     assert markers is not None and markers.end == end
+
+
+@pytest.mark.parametrize(
+    ("template", "tools"),
+    [
+        ("<|start|>assistant to=self<|message|> <atem:function_calls>", "muse"),
+        ("<|begin|>assistant<|tool_calls|><|tool_call:begin|>", "solar"),
+        ("<|action_start|><|plugin|>", "internlm"),
+        ("functools[{name}]", "functools"),
+        ("<function_call> {name}", "granite_20b"),
+    ],
+)
+def test_channels_and_markers_of_newer_templates_are_known(template: str, tools: str) -> None:
+    assert format_of(template) is BY_NAME[tools]
+    assert reasoning_of(template) is None
+
+
+@pytest.mark.parametrize("name", [name for name, format in BY_NAME.items() if format.channels])
+def test_channels_are_read_without_tools(name: str) -> None:
+    """Their markers are no part of the text."""
+    head = "".join(map(json.loads, re.findall(r'"(?:[^"\\]|\\.)*"', BY_NAME[name].head(json.dumps))))
+    parser = Parser(lambda reader: BY_NAME[name].parse(reader, []))
+    events = parser.push(f"{head}Yes.") + parser.finish()
+    assert "".join(event.text for event in events if isinstance(event, Text)) == "Yes."
+    assert not any(isinstance(event, CallStart) for event in events)
+
+
+def test_the_end_of_a_message_is_not_the_end_of_an_answer() -> None:
+    ids = {"<|start|>": 1, "<|message|>": 2, "<|eom|>": 3, "<|eot|>": 4}
+    assert end_ids({3, 4}, ids.get) == {4}
+    assert end_ids({3}, {"<|eom|>": 3, "<|eot|>": 4}.get) == {3, 4}

@@ -24,13 +24,15 @@ IdOf = Callable[[str], int | None]
 def end_ids(given: set[int], id_of: IdOf) -> frozenset[int]:
     """The ids that end an answer: those that the files name (`given`), and those whose names say so.
 
-    In the formats with channels (gpt-oss, Solar Open) `<|end|>` ends a message of several, and not the answer. In
-    Gemma's vocabularies `</s>` is a tag of HTML.
+    In the formats with channels (gpt-oss, Solar Open) `<|end|>` ends a message of several, and not the answer, and so
+    does `<|eom|>` of Muse Glimmer. In Gemma's vocabularies `</s>` is a tag of HTML.
     """
     named = {name: id for name in ENDINGS if (id := id_of(name)) is not None}
     channels = "<|return|>" in named and ("<|call|>" in named or id_of("<|channel|>") is not None)
     if channels or ("<|flush|>" in named and ("<|call|>" in named or "<|calls|>" in named)):
         given = given - {named.pop("<|end|>", -1)}
+    if "<|eot|>" in named and id_of("<|message|>") is not None:
+        given = given - {named.pop("<|eom|>", -1)}
     if id_of("<start_of_turn>") is not None or "<|tool_response>" in named:
         named.pop("</s>", None)
     return frozenset(given | set(named.values()))

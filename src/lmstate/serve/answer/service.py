@@ -293,9 +293,9 @@ class Service:
         def parse(reader: Any) -> Any:
             from lmstate.serve.tools.base import plain_text
 
-            # Without tools, text that looks like a call is text; harmony's channels are not calls.
+            # Without tools, text that looks like a call is text; channels are not calls.
             tools = use.allowed
-            return format.parse(reader, tools) if tools or format.name == "harmony" else plain_text(reader)
+            return format.parse(reader, tools) if tools or format.channels else plain_text(reader)
 
         whole: Any = parse
         if reasoning is not None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lmstate.serve.tools.base import Rules, ToolFormat
-from lmstate.serve.tools.channel_calls import CohereCalls, HarmonyCalls, InklingCalls
+from lmstate.serve.tools.channel_calls import CohereCalls, HarmonyCalls, InklingCalls, MuseCalls, SolarCalls
 from lmstate.serve.tools.events import CallArguments, CallStart, Event, Reasoning, Text, Tool
 from lmstate.serve.tools.json_calls import JsonCalls, KeyedCalls
-from lmstate.serve.tools.literal_calls import BracedCalls, PythonCalls
+from lmstate.serve.tools.literal_calls import JSON_WORDS, BracedCalls, PythonCalls
 from lmstate.serve.tools.marked_calls import DeepSeekCalls, KimiCalls, LlamaCalls, MistralCalls
 from lmstate.serve.tools.nested_calls import NestedCalls
 from lmstate.serve.tools.xml_calls import PairedCalls, TaggedCalls
@@ -70,6 +70,8 @@ QWEN_XML = TaggedCalls(
 
 # In the order of asking: a format that shares a marker with another comes before it.
 FORMATS: tuple[ToolFormat, ...] = (
+    MuseCalls(),
+    SolarCalls(),
     HarmonyCalls(),
     InklingCalls(),
     CohereCalls("cohere_text", "TEXT"),
@@ -116,15 +118,48 @@ FORMATS: tuple[ToolFormat, ...] = (
     QWEN_XML,
     BracedCalls("gemma", ("<|tool_call>", "<tool_call|>", '<|"|>')),
     BracedCalls("function_gemma", ("<start_function_call>", "<end_function_call>", "<escape>")),
-    PythonCalls(),
+    PythonCalls(
+        "lfm2",
+        ("<|tool_call_start|>", "<|tool_call_end|>"),
+        ("<|tool_call_start|>", "<|tool_list_start|>"),
+    ),
+    PythonCalls(
+        "olmo3",
+        ("<function_calls>", "</function_calls>"),
+        ("<function_calls>",),
+        ("", "\n", ""),
+        JSON_WORDS,
+    ),
     MistralCalls("mistral"),
     MistralCalls("mistral_list", listed=True),
     KeyedCalls(),
     JsonCalls("phi", "<|tool_call|>", "<|/tool_call|>", listed=True, hints=("<|/tool_call|>",)),
     JsonCalls("granite", "<|tool_call|>", "", listed=True),
+    JsonCalls(
+        "minimax_m1",
+        "<tool_calls>",
+        "</tool_calls>",
+        listed=True,
+        hints=("<tool_calls>", "<beginning_of_sentence>"),
+        marks=("\n", "\n", "\n"),
+    ),
     JsonCalls("jamba", "<tool_calls>", "</tool_calls>", listed=True),
+    JsonCalls("functools", "functools[", "", listed=True, marks=("", ", ", "]")),
+    JsonCalls("granite_20b", "<function_call>", "", around=(" ", ""), between=" "),
+    JsonCalls(
+        "internlm",
+        "<|action_start|>",
+        "<|action_end|>",
+        hints=("<|action_start|>", "<|plugin|>"),
+        around=("\n", ""),
+        lead="<|plugin|>",
+        key="parameters",
+    ),
     JsonCalls("nemotron", "<TOOLCALL>", "</TOOLCALL>", listed=True),
     JsonCalls("longcat", "<longcat_tool_call>", "</longcat_tool_call>", between=""),
+    replace(
+        HERMES, name="ernie", hints=("<tool_call>", "<response>"), tags=("<response>", "\n</response>", "</response>")
+    ),
     HERMES,
     LlamaCalls(),
 )

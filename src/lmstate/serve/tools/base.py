@@ -24,6 +24,7 @@ class ToolFormat(ABC):
     """
 
     name: ClassVar[str]
+    channels: ClassVar[bool] = False  # whether text comes between markers too, which are read without tools as well
     markers: tuple[str, ...] = ()
 
     @abstractmethod

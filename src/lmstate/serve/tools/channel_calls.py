@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from lmstate.serve.tools.base import Literal, Rules, ToolFormat, arguments, arguments_term, call_object, choice, stray
-from lmstate.serve.tools.events import CallStart, Reasoning, Text, Tool
+from lmstate.serve.tools.events import CallArguments, CallStart, Reasoning, Text, Tool
 from lmstate.serve.tools.reader import Parse, Reader
+from lmstate.serve.tools.xml_calls import TaggedCalls, parameter_rules
 from lmstate.text.grammars.lark import quoted
 
 
@@ -15,6 +17,7 @@ from lmstate.text.grammars.lark import quoted
 class HarmonyCalls(ToolFormat):
     """gpt-oss's messages in channels: `analysis` is reasoning, `final` the answer, one `to=functions.NAME` a call."""
 
+    channels: ClassVar[bool] = True
     name: str = "harmony"  # type: ignore[misc]
     markers: tuple[str, ...] = (
         "<|start|>",
@@ -77,6 +80,7 @@ class InklingCalls(ToolFormat):
     left out. `<|message_model|>` parts two messages.
     """
 
+    channels: ClassVar[bool] = True
     name: str = "inkling"  # type: ignore[misc]
     markers: tuple[str, ...] = (
         "<|message_model|>",
@@ -133,6 +137,7 @@ class CohereCalls(ToolFormat):
     The text is between `<|START_RESPONSE|>` and its end (Command R7B), or `<|START_TEXT|>` (Command A with reasoning).
     """
 
+    channels: ClassVar[bool] = True
     name: str  # type: ignore[misc]
     channel: str  # of text
 
@@ -174,3 +179,160 @@ class CohereCalls(ToolFormat):
     def framed(self, lark: str, literal: Literal) -> str:
         """The grammar with the marker that may end a text."""
         return f"start: framed {literal(self.markers[3])}?\n" + lark.replace("start:", "framed:", 1)
+
+
+@dataclass(frozen=True)
+class SolarCalls(ToolFormat):
+    """Solar Open's messages: `<|think|>`, `<|content|>`, or `<|tool_calls|>` and calls; `<|end|>` ends those before.
+
+    A call is `<|tool_call:begin|>ID<|tool_call:name|>NAME<|tool_call:args|>{...}<|tool_call:end|>`.
+    """
+
+    channels: ClassVar[bool] = True
+    name: str = "solar"  # type: ignore[misc]
+    markers: tuple[str, ...] = (
+        "<|think|>",
+        "<|content|>",
+        "<|tool_call:begin|>",
+        "<|tool_call:name|>",
+        "<|tool_call:args|>",
+        "<|tool_call:end|>",
+        "<|tool_calls|>",
+        "<|begin|>",
+        "<|end|>",
+    )
+
+    def matches(self, template: str) -> bool:
+        return "<|tool_call:begin|>" in template
+
+    def parse(self, reader: Reader, tools: Sequence[Tool]) -> Parse[None]:
+        thinking, text, call, named, args, call_end, *messages = self.markers
+        found: str | None = ""
+        while found is not None:
+            role = found == "<|begin|>"
+            header, found = yield from reader.collect(self.markers)
+            if found in (thinking, text):
+                found = yield from reader.until(messages, Reasoning if found == thinking else Text)
+            elif found == call:
+                id, found = yield from reader.collect((named, args, call_end, *messages))
+                if found == named:
+                    name, found = yield from reader.collect((args, call_end, *messages))
+                    yield CallStart(name.strip(), id.strip() or None)
+                    if found == args:
+                        yield from reader.skip_space()
+                        yield from arguments(reader)
+                        found = yield from reader.until((call_end, *messages), None)
+                    else:
+                        yield CallArguments("{}")
+                elif id.strip():
+                    yield Text(id)
+            elif header.strip() and not role:  # text without the marker in front of it
+                yield Text(header)
+
+    def rules(self, tools: Sequence[Tool], literal: Literal) -> Rules:
+        _, _, call, named, args, end, *_ = map(literal, self.markers)
+
+        def term(tool: Tool) -> str:
+            return f"{call} /[a-z0-9]{{1,24}}/ {named} {quoted(tool.name)} {args} {arguments_term(tool)} {end}"
+
+        text = r"/(.|\n)*/ & ~/(.|\n)*<\|(think|content|begin|end|tool_call[a-z:]*)\|>(.|\n)*/"
+        return Rules((choice("call", tools, term),), self.markers[6], literal(self.markers[6]), text=text)
+
+    def head(self, literal: Literal) -> str:
+        return literal(self.markers[1])
+
+    def framed(self, lark: str, literal: Literal) -> str:
+        """The grammar where a thought may come first."""
+        thinking, *_, begin, end = map(literal, self.markers)
+        rules = "THOUGHT: /(.|\\n)*/\n" + lark.replace("start:", "framed:", 1)
+        return f'start: ({thinking} THOUGHT {end} {begin} "assistant")? framed\n{rules}'
+
+
+ATEM = TaggedCalls(
+    "atem",
+    "<atem:function_calls>",
+    "</atem:function_calls>",
+    '<atem:invoke name="',
+    "</atem:invoke>",
+    '<atem:parameter name="',
+    "</atem:parameter>",
+    '">',
+    several=True,
+    lines=False,
+)
+
+
+@dataclass(frozen=True)
+class MuseCalls(ToolFormat):
+    """Muse Glimmer's messages, each with a recipient: ` to=self` for reasoning, ` to=user`, or ` to=NAME` for a call.
+
+    The call is in tags (`ATEM`). `<|eom|>` ends a message that another one follows.
+    """
+
+    channels: ClassVar[bool] = True
+    name: str = "muse"  # type: ignore[misc]
+    markers: tuple[str, ...] = (
+        "<|start|>",
+        "<|message|>",
+        "<|eom|>",
+        "<|eot|>",
+        ATEM.begin,
+        ATEM.end,
+        "<atem:invoke",
+        ATEM.function_end,
+        "<atem:parameter",
+        ATEM.parameter_end,
+    )
+
+    def matches(self, template: str) -> bool:
+        return ATEM.begin in template
+
+    def parse(self, reader: Reader, tools: Sequence[Tool]) -> Parse[None]:
+        start, message, *ends = self.markers[:4]
+        ends.append(start)
+        found: str | None = ""
+        while found is not None:
+            role = found == start
+            header, found = yield from reader.collect((message, *ends))
+            _, _, recipient = header.rpartition("to=")
+            if found != message:
+                if header.strip() and not role:  # text without a header
+                    yield Text(header)
+            elif recipient.strip() in ("self", "user"):
+                found = yield from reader.until(ends, Reasoning if recipient.strip() == "self" else Text)
+            else:
+                found = yield from self._calls(reader, tools, ends)
+
+    def _calls(self, reader: Reader, tools: Sequence[Tool], ends: Sequence[str]) -> Parse[str | None]:
+        marks = (ATEM.begin, ATEM.function, ATEM.end)
+        while (found := (yield from reader.until((*marks, *ends), Text))) in marks:
+            if found == ATEM.function:
+                yield from ATEM.call(reader, tools)
+            yield from reader.skip_space()
+        return found
+
+    def rules(self, tools: Sequence[Tool], literal: Literal) -> Rules:
+        start, message, more, _, begin, end, invoke, invoke_end, parameter, parameter_end = map(literal, self.markers)
+
+        def opening(key: str, schema: dict[str, Any]) -> str:
+            return parameter + " " + quoted(f' name="{key}">')
+
+        def term(tool: Tool) -> str:
+            named = quoted(f' name="{tool.name}">\n')
+            call = f"{invoke} {named} values_{tools.index(tool)} {invoke_end}"
+            return f'{quoted(f" to={tool.name}")} {message} {begin} "\\n" {call} "\\n" {end}'
+
+        lines = parameter_rules(tools, opening, "", lambda key: parameter_end, "\n")
+        text = r"/(.|\n)*/ & ~/(.|\n)*(<\|(start|message|eom|eot)\|>|<\/?atem:)(.|\n)*/"
+        between = f'{more} {start} "assistant"'
+        return Rules((*lines, choice("call", tools, term)), self.markers[1], between=between, text=text)
+
+    def head(self, literal: Literal) -> str:
+        return f'" to=user" {literal(self.markers[1])}'
+
+    def framed(self, lark: str, literal: Literal) -> str:
+        """The grammar where thoughts may come first, each a message of its own."""
+        start, message, more, *_ = map(literal, self.markers)
+        thought = f'" to=self" {message} THOUGHT {more} {start} "assistant"'
+        rules = "THOUGHT: /(.|\\n)*/\n" + lark.replace("start:", "framed:", 1)
+        return f"start: ({thought})* framed\n{rules}"

@@ -25,8 +25,9 @@ from lmstate.text.grammars.lark import quoted
 class JsonCalls(ToolFormat):
     """`begin {"name": ..., "arguments": {...}} end`; with `listed`, `begin [{...}, {...}] end`.
 
-    hermes is that of Hermes, Qwen 2.5 and 3 and SmolLM3; granite, phi, jamba (Hunyuan A13B too) and nemotron write
-    lists. longcat puts no line break between two calls.
+    hermes is that of Hermes, Qwen 2.5 and 3 and SmolLM3; granite, phi, functools (Phi-4-mini), jamba (Hunyuan A13B
+    too), minimax_m1 and nemotron write lists. longcat puts no line break between two calls. internlm has a second
+    marker and calls the arguments parameters. ernie has tags around an answer that is text.
     """
 
     name: str  # type: ignore[misc]
@@ -35,16 +36,26 @@ class JsonCalls(ToolFormat):
     listed: bool = False
     hints: tuple[str, ...] = ()  # texts of templates that write in this format; all must be there
     between: str = "\n"  # two calls that are not in a list
+    around: tuple[str, str] = ("\n", "\n")  # a call that is not in a list
+    marks: tuple[str, str, str] = ("[", ", ", "]")  # of a list
+    lead: str = ""  # a marker after `begin`
+    key: str = "arguments"
+    tags: tuple[str, ...] = ()  # around an answer that is text
 
     @property
     def markers(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(marker for marker in (self.begin, self.end) if marker)
+        return tuple(marker for marker in (self.begin, self.end, self.lead, *self.tags) if marker)
 
     def matches(self, template: str) -> bool:
         return all(hint in template for hint in self.hints or (self.begin,))
 
     def parse(self, reader: Reader, tools: Sequence[Tool]) -> Parse[None]:
-        while (yield from reader.until((self.begin,), Text)) is not None:
+        while (found := (yield from reader.until((self.begin, *self.tags), Text))) is not None:
+            if found != self.begin:
+                yield from reader.skip_space()
+                continue
+            yield from reader.skip_space()
+            yield from reader.accept(self.lead)
             yield from reader.skip_space("[" if self.listed else "")
             called = False
             while (yield from call_object(reader)):
@@ -61,13 +72,16 @@ class JsonCalls(ToolFormat):
 
     def rules(self, tools: Sequence[Tool], literal: Literal) -> Rules:
         def term(tool: Tool) -> str:
-            head = '{"name": ' + quoted(tool.name) + ', "arguments": '
+            head = '{"name": ' + quoted(tool.name) + f', "{self.key}": '
             return f'{quoted(head)} {arguments_term(tool)} "}}"'
 
+        begin, end, lead = (literal(marker) if marker else '""' for marker in (self.begin, self.end, self.lead))
         if self.listed:
-            end = f'"]" {literal(self.end)}' if self.end else '"]"'
-            return Rules((choice("call", tools, term),), self.begin, f'{literal(self.begin)} "["', '", "', end)
-        lines = (choice("object", tools, term), f'call: {literal(self.begin)} "\\n" object "\\n" {literal(self.end)}')
+            first, between, last = map(quoted, self.marks)
+            call = choice("call", tools, term)
+            return Rules((call,), self.begin, f"{begin} {first}", between, f"{last} {end}")
+        before, after = map(quoted, self.around)
+        lines = (choice("object", tools, term), f"call: {begin} {lead} {before} object {after} {end}")
         return Rules(lines, self.begin, between=quoted(self.between))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lmstate.serve.tools.base import (
     ArgumentWriter,
@@ -22,17 +22,24 @@ from lmstate.serve.tools.reader import Parse, Reader
 from lmstate.text.grammars.lark import quoted
 
 PYTHON = Notation(('"', "'"), True, ("True", "False", "None"), ", ", ": ", sorted=False)
+JSON_WORDS = replace(PYTHON, words=("true", "false", "null"))
 
 
 @dataclass(frozen=True)
 class PythonCalls(ToolFormat):
-    """`<|tool_call_start|>[NAME(key="text", other=3), ...]<|tool_call_end|>`: LFM2, which may be told to write JSON."""
+    """`begin [NAME(key="text", other=3), ...] end`: LFM2, which may be told to write JSON.
 
-    name: str = "lfm2"  # type: ignore[misc]
-    markers: tuple[str, ...] = ("<|tool_call_start|>", "<|tool_call_end|>")
+    OLMo 3 writes each call on a line of its own, without brackets, and the words of JSON.
+    """
+
+    name: str  # type: ignore[misc]
+    markers: tuple[str, ...]
+    hints: tuple[str, ...] = ()  # texts of templates that write in this format; one is enough
+    marks: tuple[str, str, str] = ("[", ", ", "]")  # of the list of calls
+    notation: Notation = PYTHON
 
     def matches(self, template: str) -> bool:
-        return "<|tool_call_start|>" in template or "<|tool_list_start|>" in template
+        return any(hint in template for hint in self.hints)
 
     def parse(self, reader: Reader, tools: Sequence[Tool]) -> Parse[None]:
         begin, end = self.markers
@@ -74,27 +81,29 @@ class PythonCalls(ToolFormat):
                     return
             key = key.strip() or next(in_order, "")
             yield writer.key(key)
-            yield from value(reader, PYTHON, writer.is_text(key))
+            yield from value(reader, self.notation, writer.is_text(key))
 
         yield from parts(reader, ")", argument, between="")
         yield writer.end()
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         begin, end = self.markers
-        return begin + "[" + ", ".join(f"{name}({_keywords(arguments)})" for name, arguments in calls) + "]" + end
+        first, between, last = self.marks
+        written = between.join(f"{name}({self._keywords(arguments)})" for name, arguments in calls)
+        return begin + first + written + last + end
+
+    def _keywords(self, arguments: str) -> str:
+        given = as_json(arguments)
+        if not isinstance(given, dict):
+            return arguments
+        return ", ".join(f"{key}={self.notation.text(value)}" for key, value in given.items())
 
     def rules(self, tools: Sequence[Tool], literal: Literal) -> Rules:
         begin, end = map(literal, self.markers)
-        lines, names = argument_rules(tools, PYTHON, literal, "=")
+        first, between, last = map(quoted, self.marks)
+        lines, names = argument_rules(tools, self.notation, literal, "=")
         calls = choice("call", tools, lambda tool: f'{quoted(tool.name + "(")} {names[tools.index(tool)]} ")"')
-        return Rules((*lines, calls), self.markers[0], f'{begin} "["', '", "', f'"]" {end}')
-
-
-def _keywords(arguments: str) -> str:
-    given = as_json(arguments)
-    if not isinstance(given, dict):
-        return arguments
-    return ", ".join(f"{key}={PYTHON.text(value)}" for key, value in given.items())
+        return Rules((*lines, calls), self.markers[0], f"{begin} {first}", between, f"{last} {end}")
 
 
 @dataclass(frozen=True)

@@ -59,11 +59,12 @@ class TaggedCalls(ToolFormat):
             if found == self.begin:
                 found = yield from stray(reader, (self.function, self.end), True)
             while found == self.function:
-                yield from self._call(reader, tools)
+                yield from self.call(reader, tools)
                 found = yield from reader.until((self.function, self.end) if self.several else (self.end,), None)
             yield from reader.skip_space()
 
-    def _call(self, reader: Reader, tools: Sequence[Tool]) -> Parse[None]:
+    def call(self, reader: Reader, tools: Sequence[Tool]) -> Parse[None]:
+        """One call, from its function's name to the end of the function's tag."""
         head, _ = yield from reader.collect((">",))
         name = head.strip().rstrip('"')
         yield CallStart(name)
