@@ -76,7 +76,7 @@ def load(
     Raises `ModelError` (a `ValueError`) for a checkpoint that is damaged or not supported, `OSError` for files that are
     missing or cannot be fetched.
     """
-    from lmstate.checkpoints.hub import commit_of
+    from lmstate.checkpoints.hub import commit_of, resolve
     from lmstate.checkpoints.open import open_checkpoint
     from lmstate.models.families import build
 
@@ -95,9 +95,9 @@ def load(
         raise ValueError(f"parallel={parallel} was asked for; give 1 process or more")
     if parallel_mode not in ("exact", "sum"):
         raise ValueError(f"unknown parallel_mode={parallel_mode!r}; expected exact or sum")
-    if parallel > 1 and (adapted or heads or mmproj or placement.spreads or placement.devices[0].type != "cpu"):
+    if parallel > 1 and (adapted or mmproj or placement.spreads or placement.devices[0].type != "cpu"):
         raise ModelError(
-            f"parallel={parallel} was asked for with training, adapters, heads, mmproj or a device: a model over "
+            f"parallel={parallel} was asked for with training, adapters, mmproj or a device: a model over "
             "several processes has none of these, and is on the CPU"
         )
     tower = None if mmproj is None else _tower(mmproj)  # before a model is loaded for nothing
@@ -105,6 +105,7 @@ def load(
         opened, tokenizer, defaults = open_checkpoint(
             name, weights, dtype, placement, heads=own, activations=activations, context_size=context_size
         )
+        drafter = None if isinstance(heads, bool) else (resolve(heads), weights)
         if adapted:
             from lmstate.training import open_model
 
@@ -112,18 +113,13 @@ def load(
         elif ranks is not None:
             from lmstate.distributed.open import open_parallel
 
-            model = open_parallel(opened, ranks(), parallel_mode)
+            model = open_parallel(opened, ranks(), parallel_mode, drafter)
         else:
             model = build(opened)
-    if not isinstance(heads, bool):
-        from lmstate.checkpoints.hub import cache_dir, resolve
-        from lmstate.checkpoints.loader import WeightLoader
-        from lmstate.models.heads.published import with_head
+    if drafter is not None and ranks is None:
+        from lmstate.models.heads.published import with_head_at
 
-        dtype, output = model.dtype, model.output_device
-        model = with_head(
-            model, resolve(heads), lambda source: WeightLoader(source, weights, dtype, output, cache_dir())
-        )
+        model = with_head_at(model, *drafter)
     model.name = str(name)
     model.defaults = defaults
     model.notes = (*opened.source.notes, *opened.source.conversions)

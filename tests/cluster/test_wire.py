@@ -212,10 +212,10 @@ def test_a_replica_on_ray_is_replaced_once_it_was_drained_or_ended(tmp_path: Pat
         replica.check_health()
 
 
-@pytest.mark.parametrize("more", [{"adapter": "x"}, {"mmproj": "a/b/c.gguf"}, {"device": "cuda"}, {"draft": "heads"}])
+@pytest.mark.parametrize("more", [{"adapter": "x"}, {"mmproj": "a/b/c.gguf"}, {"device": "cuda"}])
 def test_what_a_replica_over_processes_has_not_is_refused_before_ray_starts(more: dict[str, Any]) -> None:
     ReplicaSpec("a/b", **more).check()
-    with pytest.raises(ValueError, match="mmproj, a device or draft=heads: a model over several processes has none"):
+    with pytest.raises(ValueError, match="mmproj or a device: a model over several processes has none"):
         ReplicaSpec("a/b", parallel=2, threads=2, **more).check()
 
 

@@ -88,15 +88,15 @@ def saved(case: str, folder: Path, wide: bool = False, **sizes: float) -> Path:
     return folder
 
 
-def one_process(folder: Path, kind: str) -> lmstate.Model:
-    return build(WeightLoader(open_source(folder), kind))
+def one_process(folder: Path, kind: str, heads: bool = False) -> lmstate.Model:
+    return build(WeightLoader(open_source(folder), kind, heads=heads))
 
 
 @contextmanager
 def over_threads(
-    folder: Path, kind: str, ranks: int, mode: ParallelMode = "exact"
+    folder: Path, kind: str, ranks: int, mode: ParallelMode = "exact", heads: bool | Path = False
 ) -> Iterator[tuple[ParallelModel, Meeting]]:
-    """The model of a folder over ranks that are threads."""
+    """The model of a folder over ranks that are threads. heads: its own ones, or the folder of a published one."""
     meeting = Meeting(ranks)
     channels, threads = [], []
     for rank in range(1, ranks):
@@ -112,7 +112,8 @@ def over_threads(
 
     held = Ranks(ThreadGroup(meeting, 0), channels, close)
     try:
-        yield open_parallel(WeightLoader(open_source(folder), kind), held, mode), meeting
+        opened = WeightLoader(open_source(folder), kind, heads=heads is True)
+        yield open_parallel(opened, held, mode, (heads, kind) if isinstance(heads, Path) else None), meeting
     finally:
         held.close()
         for thread in threads:

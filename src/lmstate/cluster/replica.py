@@ -53,16 +53,13 @@ class ReplicaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Pace.bounded(self.max_itl, self.stall)
         if self.parallel < 1 or self.threads < 1:
             raise ValueError(f"parallel={self.parallel}, threads={self.threads} were asked for; both are at least 1")
-        if self.carries not in (32, 16, 8) or (self.parallel > 1 and self.carries != 32):
-            raise ValueError(
-                f"carries={self.carries} was asked for; carries are stored in 32, 16 or 8 bits, and over several "
-                "processes in 32"
-            )
+        if self.carries not in (32, 16, 8):
+            raise ValueError(f"carries={self.carries} was asked for; carries are stored in 32, 16 or 8 bits")
         elsewhere = self.device not in (None, "cpu")
-        if self.parallel > 1 and (self.adapter or self.mmproj or elsewhere or self.draft == "heads"):
+        if self.parallel > 1 and (self.adapter or self.mmproj or elsewhere):
             raise ValueError(
-                f"parallel={self.parallel} was asked for with an adapter, mmproj, a device or draft=heads: a model "
-                "over several processes has none of these, and is on the CPU"
+                f"parallel={self.parallel} was asked for with an adapter, mmproj or a device: a model over several "
+                "processes has none of these, and is on the CPU"
             )
         if self.draft not in (drafts := ("auto", "text", "heads", "none")):
             raise ValueError(f"unknown draft={self.draft!r}; with replicas it is one of {', '.join(drafts)}")

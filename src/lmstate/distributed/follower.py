@@ -25,6 +25,7 @@ from lmstate.distributed.identity import identity
 from lmstate.distributed.open import open_part
 from lmstate.distributed.ranks import Collectives
 from lmstate.distributed.snapshots import gathered, heard_source, received, slot_states
+from lmstate.models.heads.ahead import planned_draft
 from lmstate.models.model import Model
 from lmstate.state import Layout, Snapshot, State
 from lmstate.state.blocks import BlockPool, pieces_of
@@ -61,14 +62,14 @@ class Follower:
     @command
     def new(
         self, number: int, rows: int, dtype: str, bits: int | None, capacity: int | None, rewind: int, chunk: int,
-        carries: int,
+        carries: int, heads: bool,
     ) -> None:  # fmt: skip
         layout = Layout(
             rows, self.model.device, getattr(torch, dtype), capacity, rewind, chunk,
             max_positions=self.model.max_positions, pool=BlockPool(), carries=carries,
         )  # fmt: skip
-        state = self.states[number] = self.model._new_state(layout, None if bits is None else Quantized(bits))
-        round_apart(state, self.cuts, self.group.rank)
+        state = self.states[number] = self.model._new_state(layout, None if bits is None else Quantized(bits), heads)
+        round_apart(state, self._cuts_of(state), self.group.rank)
 
     @command
     def free(self, number: int) -> None:
@@ -109,10 +110,18 @@ class Follower:
         self.model._head(hidden)
 
     @command
+    @ordinary_tensors
+    def draft(self, number: int, last: list[tuple[int, int]], depth: int) -> None:
+        state = self.states[number]
+        drafted = planned_draft(self.model.heads, state, dict(last), depth, self.model.output_device)
+        drafted.decide = self.group.broadcast
+        self.model._draft(state, drafted)
+
+    @command
     def snapshot(self, number: int, row: int, numbers: list[int]) -> None:
         layers = self.states[number].snapshot(row).layers
         self.blocks.hold(numbers, [piece for layer in layers for piece in pieces_of(layer)])
-        for layer, cut in zip(layers, self.cuts, strict=True):
+        for layer, cut in zip(layers, self._cuts_of(self.states[number]), strict=True):
             gathered(self.group, layer, cut, lambda blocks, _: blocks)
 
     @command
@@ -135,7 +144,7 @@ class Follower:
 
     @command
     def in_blocks(self, number: int, place: int, start: int, told: dict[str, Any], numbers: list[int]) -> None:
-        cut, slots = list(slot_states(self.states[number], self.cuts))[place]
+        cut, slots = list(slot_states(self.states[number], self._cuts_of(self.states[number])))[place]
         read = received(self.group, told, cut, self.blocks)
         self.blocks.hold(numbers, list(pieces_of(slots.in_blocks(start, read))))
 
@@ -151,10 +160,13 @@ class Follower:
     def let_go(self, numbers: list[int]) -> None:
         self.blocks.let_go(numbers)
 
+    def _cuts_of(self, state: State) -> LayerCuts:
+        return self.cuts[: len(state.layers)]
+
     def _received(self, header: list[Any]) -> Snapshot:
         """The part of this rank of a snapshot that rank 0 sends. Its logits are zeros: rank 0 alone has those."""
         tokens, cached, frequency_key, known, told, source = header
-        layers = [received(self.group, of, cut, self.blocks) for of, cut in zip(told, self.cuts, strict=True)]
+        layers = [received(self.group, of, cut, self.blocks) for of, cut in zip(told, self.cuts)]
         logits = torch.zeros(self.model.config.vocab_size) if known else None
         return Snapshot(
             tuple(tokens), cached, frequency_key, logits, tuple(layers), self.model.fingerprint,

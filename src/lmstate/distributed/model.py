@@ -15,6 +15,7 @@ from lmstate.distributed.mirror import Link, MirroredState
 from lmstate.distributed.ranks import Ranks
 from lmstate.errors import StateError, UnsupportedError
 from lmstate.models.forward import Keep
+from lmstate.models.heads.ahead import DraftedAhead
 from lmstate.models.model import Model
 from lmstate.models.tokens import Tokens
 from lmstate.models.trace import OnSublayer
@@ -75,17 +76,18 @@ class ParallelModel(Model):
             )
         return super().new_state(rows, capacity, rewind, kv, pool=pool, carries=carries)
 
-    def _new_state(self, layout: Layout, kv: Policies | None = None) -> State:
+    def _new_state(self, layout: Layout, kv: Policies | None = None, heads: bool = False) -> State:
         ranks = self._group
         with ranks.turn():
-            state = super()._new_state(layout, kv)
+            state = super()._new_state(layout, kv, heads)
             assert isinstance(state, MirroredState)
-            round_apart(state, self.cuts, ranks.group.rank)
-            state.link = Link(ranks, self.cuts, next(ranks.ids))
+            cuts = self.cuts[: len(state.layers)]
+            round_apart(state, cuts, ranks.group.rank)
+            state.link = Link(ranks, cuts, next(ranks.ids))
             dtype, bits = str(layout.dtype).removeprefix("torch."), kv.bits if isinstance(kv, Quantized) else None
             ranks.tell(
                 "new", state.link.number, layout.rows, dtype, bits, layout.capacity, layout.rewind, layout.chunk,
-                layout.carries,
+                layout.carries, heads,
             )  # fmt: skip
         return state
 
@@ -112,6 +114,16 @@ class ParallelModel(Model):
             with ranks.together():
                 ranks.group.broadcast(hidden)
                 return super()._head(hidden, out)
+
+    def _draft(self, state: State, drafted: DraftedAhead) -> None:
+        """As of one process. Every rank drafts with its parts of the heads, and goes by what rank 0 decides."""
+        assert isinstance(state, MirroredState)
+        ranks = self._group
+        with ranks.turn():
+            ranks.tell("draft", state.link.number, *drafted.told())
+            with ranks.together():
+                drafted.decide = ranks.group.broadcast
+                super()._draft(state, drafted)
 
     # ---- what is not built
 

@@ -11,7 +11,7 @@ ranks add what they get. That is half of the exchanges, and other bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, TypeGuard
@@ -34,6 +34,9 @@ from lmstate.distributed.matrices import (
 )
 from lmstate.distributed.recurrences import cut_of_recurrence, part_of_recurrence
 from lmstate.models.block import Block
+from lmstate.models.heads.assistant import AssistantHead
+from lmstate.models.heads.block_head import BlockHead
+from lmstate.models.heads.head import DraftHead
 from lmstate.models.layers.attention import Attention
 from lmstate.models.layers.cca import CompressedConvAttention
 from lmstate.models.layers.compressed_attention import CompressedAttention
@@ -48,6 +51,7 @@ from lmstate.models.layers.relative_attention import ConvolvedLayer, RelativeAtt
 from lmstate.models.layers.zamba_hybrid import LayerAdapter, SharedTransformer, ZambaHybrid
 from lmstate.models.mapped import mapped
 from lmstate.models.model import Model
+from lmstate.models.network import Network
 from lmstate.ops import Norm, Sublayer, Weight
 from lmstate.ops.weights.split import Gathering, PartWeight
 
@@ -62,7 +66,7 @@ class Splitter(MatrixParts):
         Its fingerprint is that of the whole, and names the mode and the ranks where they change bits.
         """
         done: dict[int, Any] = {}
-        for block, cut in zip(model.blocks, cuts, strict=True):
+        for block, cut in (*zip(model.blocks, cuts), *_blocks_of_heads(model.network, cuts)):
             self.mixer(block.mixer, member_of(cut, 0) if isinstance(block, NgramBlock) else cut, done)
             if type(block.mlp) is MLP and id(block.mlp) not in done:
                 done[id(block.mlp)] = self.mlp(block.mlp)
@@ -73,6 +77,7 @@ class Splitter(MatrixParts):
             entry=mapped(model.network.entry, self.part, done),
             exit=mapped(model.network.exit, self.part, done),
             blocks=mapped(model.blocks, self.part, done),
+            heads=mapped(model.heads, self.part, done),
             encoder=mapped(model.network.encoder, self.part, done),
         )
         name = model.fingerprint + (f" parallel=sum:{self.ranks}" if self.mode == "sum" else "")
@@ -361,20 +366,48 @@ class OwnedExperts(MixtureOfExperts):
         return ()
 
 
-def layer_cuts(blocks: Sequence[Block], ranks: int) -> LayerCuts:
-    """The cut of each block's state; empty where its mixer has too few heads, or cannot be taken apart by heads.
+def layer_cuts(network: Network, ranks: int) -> LayerCuts:
+    """The cut of the state of each block, and of each head that drafts.
+
+    It is empty where a mixer has too few heads, or cannot be taken apart by heads.
 
     Blocks that read each other's keys and values are split alike.
     """
+    blocks = network.blocks
     cuts = [_cut(block.mixer, ranks) for block in blocks]
     groups: dict[int, list[int]] = {}
     for index, block in enumerate(blocks):
         groups.setdefault(index if block.reads is None else block.reads, []).append(index)
+    borrowed = [
+        (source, block.mixer)
+        for head in network.heads
+        if isinstance(head, AssistantHead)
+        for source, block in zip(head.sources, head.blocks, strict=True)
+    ]
     for members in groups.values():
-        if not all(cuts[index] for index in members):
+        readers = [mixer for source, mixer in borrowed if source in members]
+        if not all(cuts[index] for index in members) or not all(_cut(mixer, ranks) for mixer in readers):
             for index in members:
                 cuts[index] = ()
-    return tuple(Members((cut,)) if isinstance(block, NgramBlock) else cut for block, cut in zip(blocks, cuts))
+    of_blocks = (Members((cut,)) if isinstance(block, NgramBlock) else cut for block, cut in zip(blocks, cuts))
+    return (*of_blocks, *(_cut_of_head(head, ranks) for head in network.heads))
+
+
+def _cut_of_head(head: DraftHead, ranks: int) -> LayerCut:
+    if isinstance(head, AssistantHead):
+        return ()  # its blocks attend to what the model stores
+    own = Members(tuple(_cut(block.mixer, ranks) or () for block in head.blocks))
+    return own if isinstance(head, BlockHead) else Members(((), own))
+
+
+def _blocks_of_heads(network: Network, cuts: LayerCuts) -> Iterator[tuple[Block, LayerCut]]:
+    """The blocks of heads that draft, each with the cut of its state, or of what it attends to."""
+    for head, cut in zip(network.heads, cuts[len(network.blocks) :], strict=True):
+        if isinstance(head, AssistantHead):
+            yield from zip(head.blocks, (cuts[source] for source in head.sources), strict=True)
+        else:
+            own = cut if isinstance(head, BlockHead) else member_of(cut, 1)
+            yield from ((block, member_of(own, at)) for at, block in enumerate(head.blocks))
 
 
 def _cut(mixer: object, ranks: int) -> LayerCut:

@@ -20,7 +20,7 @@ from lmstate.models.compiled import device_logits
 from lmstate.models.embeddings import embeddings
 from lmstate.models.forward import Forward, Head, Keep, Run
 from lmstate.models.graphs import widest_run
-from lmstate.models.heads.ahead import draft_ahead
+from lmstate.models.heads.ahead import DraftedAhead, planned_draft, run_draft
 from lmstate.models.network import in_blocks
 from lmstate.models.stack import run_eager, run_tapped
 from lmstate.models.states import ModelStates
@@ -352,7 +352,13 @@ class Model(ModelStates):
                 "the state has no layers of multi-token prediction heads: load the model with heads=True, and make a "
                 "state that is not static and under no policy that evicts"
             )
-        return draft_ahead(self.heads, self.norm, state, state.layers[len(self.blocks) :], last, depth)
+        drafted = planned_draft(self.heads, state, last, depth, self.output_device)
+        if any(drafted.counts):
+            self._draft(state, drafted)
+        return drafted.drafts()
+
+    def _draft(self, state: State, drafted: DraftedAhead) -> None:
+        run_draft(self.heads, state, state.layers[len(self.blocks) :], drafted)
 
     # ---- generation
 

@@ -99,25 +99,20 @@ class ModelStates(ModelParts):
             rows, self.device, dtype, capacity, rewind, chunk, max_positions=self.max_positions, static=static,
             pool=pool or BlockPool(), carries=carries,
         )  # fmt: skip
-        state = self._new_state(layout, None if isinstance(kv, torch.dtype) else kv)
+        state = self._new_state(layout, None if isinstance(kv, torch.dtype) else kv, heads=not static)
         if static:
             if self._traced is None or self._traced[0] is not self.network:
                 self._traced = self.network, traceable(self.network)
             mark_static(self._traced[1], state)
-        elif self.heads and not state.evicts:
-            # Nothing is drafted in a static graph, nor where a policy evicts after each step.
-            policy = None if kv is None or isinstance(kv, torch.dtype) else policies_of(kv, len(self.blocks))[-1]
-            for head in self.heads:
-                state.layers.append(head.new_state(replace(layout, kv=policy, device=self.output_device)))
-                state.layers[-1].device = self.output_device
         return state
 
     @ordinary_tensors
-    def _new_state(self, layout: Layout, kv: Policies | None = None) -> State:
+    def _new_state(self, layout: Layout, kv: Policies | None = None, heads: bool = False) -> State:
+        """heads: with layers of the heads, to draft. Nothing is drafted where a policy evicts after each step."""
         count, ahead = len(self.blocks), self.opening_length
         policies = [layout.kv] * count if kv is None else [guarded(each, ahead) for each in policies_of(kv, count)]
         layouts = [replace(layout, kv=policy) for policy in policies]
-        return self.state_type(
+        state = self.state_type(
             new_layers(self.blocks, layouts),
             layout,
             vocab_size=self.config.vocab_size,
@@ -132,6 +127,12 @@ class ModelStates(ModelParts):
             whole_pictures=self.network.whole_pictures,
             opening=None if self.network.opening is None else self.network.opening.opening,
         )
+        if heads and not state.evicts:
+            policy = None if kv is None else policies_of(kv, count)[-1]
+            for head in self.heads:
+                state.layers.append(head.new_state(replace(layout, kv=policy, device=self.output_device)))
+                state.layers[-1].device = self.output_device
+        return state
 
     def _refuse_other(self, state: State) -> None:
         """Refuse the state of another model, whose layers may have the shapes of this one's.

@@ -93,9 +93,9 @@ class ParameterModel(Model, ABC):
         self.refresh()
         return Model.fingerprint.fget(self)  # type: ignore[attr-defined]
 
-    def _new_state(self, layout: Layout, kv: Policies | None = None) -> State:
+    def _new_state(self, layout: Layout, kv: Policies | None = None, heads: bool = False) -> State:
         self.refresh()
-        state = super()._new_state(layout, kv)
+        state = super()._new_state(layout, kv, heads)
         _versions[state] = self.version
         return state
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -53,16 +53,10 @@ def read(
             hidden = head.handed_on(head.stream(before, tokens, step, blocks))
 
 
-def draft_ahead(
-    heads: Sequence[DraftHead],
-    norm: Norm,
-    state: State,
-    caches: Sequence[LayerState],
-    last: Mapping[int, int],
-    depth: int,
-) -> dict[int, AheadDraft]:
-    """See `Model.draft_ahead`. One head drafts any number of tokens, from what itself made of the ones before; of
-    several each drafts one."""
+def planned_draft(
+    heads: Sequence[DraftHead], state: State, last: Mapping[int, int], depth: int, device: torch.device
+) -> DraftedAhead:
+    """Drafts to make, for `run_draft`, see `Model.draft_ahead`. Raises `PendingError`."""
     if any(state.pending):
         raise PendingError(f"cannot draft: the rows have {state.pending} pending tokens; call commit or discard first")
     layout, lengths, (held, media) = state.layout, state.lengths, state.in_layers()
@@ -72,23 +66,28 @@ def draft_ahead(
         ready = lengths[row] and not state.rewind_cost(row, lengths[row])
         room = [limit - held[row] for limit in (layout.capacity, layout.max_positions) if limit is not None]
         counts[row] = max(0, min([depth, *room])) if ready else 0
-    drafted = _Drafted(last, held, counts, caches[0].device or layout.device, media)
-    if not any(counts):
-        return drafted.drafts()
+    return DraftedAhead(last, held, counts, device, media)
+
+
+def run_draft(heads: Sequence[DraftHead], state: State, caches: Sequence[LayerState], drafted: DraftedAhead) -> None:
+    """Draft with the heads, whose layer states are `caches`. One head drafts any number of tokens, from what itself
+    made of the ones before; of several each drafts one."""
     if isinstance(heads[0], AssistantHead):
         _assisted(heads[0], caches[0], state.layers, drafted)
     elif isinstance(heads[0], BlockHead):
-        _block(heads[0], caches[0], layout.capacity, drafted)
+        _block(heads[0], caches[0], state.layout.capacity, drafted)
     else:
         _chain(heads[0], caches[0], drafted) if len(heads) == 1 else _each(heads, caches, drafted)
-    return drafted.drafts()
 
 
-class _Drafted:
+class DraftedAhead:
     """Tokens of the rows after what their state holds: the next one, and those drafted after it.
 
-    lengths: the positions of each row as layers count them.
+    lengths: the positions of each row as layers count them. counts: how many tokens are drafted of each at most.
     """
+
+    decide: Callable[[Tensor], None] | None = None
+    """Over several processes: overwrite a tensor with that of rank 0, whose drafts are those of all."""
 
     def __init__(
         self,
@@ -105,6 +104,10 @@ class _Drafted:
             self.tokens[row, 0] = token
         self._confidence: list[Tensor] = []
         self._reached = torch.ones(len(lengths), device=device)
+
+    def told(self) -> tuple[list[list[int]], int]:
+        """The rows with their next tokens, and how many tokens are drafted of one at most."""
+        return [[row, int(self.tokens[row, 0])] for row in self.rows], max(self.counts)
 
     def step(self, first: int, stop: int) -> Step:
         """The step over the tokens `first .. stop - 1` of each row that drafts so far."""
@@ -125,7 +128,13 @@ class _Drafted:
         self._reached = self._reached * sure
         done = self.tokens.shape[1] - 1
         going = [row for row, count in enumerate(self.counts) if count > done]
-        return bool(going) and bool((self._reached[going] > DOUBTFUL).any())
+        goes_on = bool(going) and bool((self._reached[going] > DOUBTFUL).any())
+        if self.decide is None:
+            return goes_on
+        decision = torch.cat([best.indices, torch.tensor([goes_on], device=self.device)])
+        self.decide(decision)
+        self.tokens[:, -1] = decision[:-1]
+        return bool(decision[-1])
 
     def drafts(self) -> dict[int, AheadDraft]:
         tokens = self.tokens[:, 1:].tolist()
@@ -137,7 +146,7 @@ class _Drafted:
         }
 
 
-def _chain(head: DraftHead, cache: LayerState, drafted: _Drafted) -> None:
+def _chain(head: DraftHead, cache: LayerState, drafted: DraftedAhead) -> None:
     """Draft with one head, which reads its own output: in the layer state a step of several parts, never committed."""
     tail, blocks = parts(cache)
     most = max(drafted.counts)
@@ -153,7 +162,7 @@ def _chain(head: DraftHead, cache: LayerState, drafted: _Drafted) -> None:
         blocks.discard()
 
 
-def _assisted(head: AssistantHead, cache: LayerState, layers: Sequence[LayerState], drafted: _Drafted) -> None:
+def _assisted(head: AssistantHead, cache: LayerState, layers: Sequence[LayerState], drafted: DraftedAhead) -> None:
     """Draft with a head that attends to the model's own `layers`, always from the position of the next token."""
     assert isinstance(cache, LastInputState)
     before, step = cache.carry[0][:, None], drafted.step(0, 1)
@@ -164,7 +173,7 @@ def _assisted(head: AssistantHead, cache: LayerState, layers: Sequence[LayerStat
         before = head.handed_on(stream)
 
 
-def _block(head: BlockHead, cache: LayerState, capacity: int | None, drafted: _Drafted) -> None:
+def _block(head: BlockHead, cache: LayerState, capacity: int | None, drafted: DraftedAhead) -> None:
     """Draft with a head that fills a block at once; rows that have no room for one get no draft."""
     assert isinstance(cache, CompositeState)
     for row, length in enumerate(drafted.lengths):
@@ -187,7 +196,7 @@ def _block(head: BlockHead, cache: LayerState, capacity: int | None, drafted: _D
             return
 
 
-def _each(heads: Sequence[DraftHead], caches: Sequence[LayerState], drafted: _Drafted) -> None:
+def _each(heads: Sequence[DraftHead], caches: Sequence[LayerState], drafted: DraftedAhead) -> None:
     """Draft a token with each head, which first reads what the heads before it made of the tokens drafted so far."""
     handed_on: Tensor | None = None  # [R, n, E], of the n tokens that the head before has read
     for at, (head, cache) in enumerate(zip(heads, caches)):
@@ -202,7 +211,7 @@ def _each(heads: Sequence[DraftHead], caches: Sequence[LayerState], drafted: _Dr
         handed_on = head.handed_on(stream)
 
 
-def _run(head: DraftHead, blocks: DelayedState, before: Tensor, drafted: _Drafted, step: Step) -> Tensor:
+def _run(head: DraftHead, blocks: DelayedState, before: Tensor, drafted: DraftedAhead, step: Step) -> Tensor:
     try:
         blocks.reserve(step)
         return head.stream(before, drafted.tokens, step, blocks)

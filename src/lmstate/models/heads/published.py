@@ -66,6 +66,12 @@ def _is_eagle3(values: Mapping[str, Any]) -> bool:
     return any(isinstance(name, str) and "eagle3" in name.lower() for name in said)
 
 
+def with_head_at(model: Model, path: Path, weights: str) -> Model:
+    """`with_head`, whose matrices are in a storage, computing as the model does."""
+    dtype, device = model.dtype, model.output_device
+    return with_head(model, path, lambda source: WeightLoader(source, weights, dtype, device, cache_dir()))
+
+
 def with_head(model: Model, path: Path, loader: Callable[..., WeightLoader]) -> Model:
     """The model with the head in a folder or a .gguf file to draft with; `loader` makes a `WeightLoader` of a source.
 

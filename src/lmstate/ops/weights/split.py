@@ -123,7 +123,7 @@ class SplitWeight(PartWeight):
         own = (ids >= self.first) & (ids < self.last)
         found = self.own.rows(torch.where(own, ids - self.first, 0))
         each = self.group.gather(found[..., None, :], [1] * len(self.outputs), dim=-2)  # [..., ranks, K]
-        rank = torch.bucketize(ids, torch.tensor(self._bounds[1:]), right=True)
+        rank = torch.bucketize(ids.contiguous(), torch.tensor(self._bounds[1:]), right=True)
         return each.gather(-2, rank[..., None, None].expand(*rank.shape, 1, each.shape[-1])).squeeze(-2)
 
 
