@@ -222,9 +222,13 @@ def test_bad_pictures_are_refused(client: openai.OpenAI, claude: anthropic.Anthr
         content: Any = [{"type": "image_url", "image_url": {"url": bad}}]
         with pytest.raises(openai.BadRequestError, match=why):
             client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": content}], max_tokens=1)
-    for kind in ("video_url", "input_video"):
-        film: Any = [{"type": kind, kind: {"url": "data:video/mp4;base64,AAAA"}}]
-        with pytest.raises(openai.BadRequestError, match="videos are not read here: send frames as pictures"):
+    for kind, url, told in (
+        ("video_url", "data:video/mp4;base64,AAAA", "a video was given, and llava models read pictures alone"),
+        ("video_url", "https://example.com/a.mp4", "send a video as data:video/mp4;base64"),
+        ("input_video", "data:video/mp4;base64,AAAA", "text, pictures, sounds and videos are read here"),
+    ):
+        film: Any = [{"type": kind, kind: {"url": url}}]
+        with pytest.raises(openai.BadRequestError, match=told):
             client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": film}], max_tokens=1)
     with pytest.raises(openai.BadRequestError, match="64"):
         many = openai_parts(*[PICTURE] * 65)

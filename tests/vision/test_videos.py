@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import sys
+from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import numpy as np
+import openai
 import pytest
 import torch
 from PIL import Image
 
 import lmstate
+from lmstate.serve import Settings
 from lmstate.vision.families import VIDEOS
 from lmstate.vision.videos import MOST_FRAMES, group_times
 from tests.serve.byte_tokenizer import END, START, save_tokenizer
+from tests.serve.running import running
 from tests.vision.test_encode import png
 from tests.vision.test_parity import config
 from tests.zoo import randomize
@@ -184,10 +192,12 @@ def test_frames_come_as_paths_and_bytes(tmp_path: Path) -> None:
     assert faster.tokens != expected.tokens and [s.media for s in faster.media] == [s.media for s in expected.media]
     with lmstate.Engine(model) as engine:
         answer = engine.submit(expected, max_new_tokens=3, temperature=0.0).result()
-        with pytest.raises(lmstate.UnsupportedError, match=r"only Model\.encode reads videos"):
-            engine.submit(said("v"))
+        again = engine.submit(said("v"), max_new_tokens=3, temperature=0.0).result()
+        with pytest.raises(lmstate.UnsupportedError, match="a video was given, and none is read here"):
+            engine.session("one").send(said("v"))
     expected.place(state := model.new_state())
     assert answer.texts[0] == model.generate(expected.tokens, state, max_new_tokens=3, temperature=0.0)
+    assert again.texts == answer.texts and again.usage.reused >= expected.media[-1].end
 
 
 def video(*frames: Any, **changes: Any) -> list[dict[str, Any]]:
@@ -199,15 +209,18 @@ def test_what_is_no_video_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     _, _, model = pair("qwen2_vl")
     small = Image.new("RGB", (8, 8))
-    for file in ("film.mp4", Path("film.mp4"), b"\0\0\0 ftypisom"):
-        with pytest.raises(lmstate.UnsupportedError, match="not decoded; give its frames"):
-            model.encode(video(video=file))
+    with pytest.raises(FileNotFoundError):
+        model.encode(video(video=tmp_path / "film.mp4"))
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "av", None)
+        with pytest.raises(lmstate.UnsupportedError, match=r"pip install 'lmstate\[video\]'; or give their frames"):
+            model.encode(video(video=b"\0\0\0 ftypisom"))
     for fps in (None, 0, -1.0, float("nan"), float("inf"), True, "2"):
         with pytest.raises(lmstate.StateError, match="fps of a video is"):
             model.encode(video(small, small, fps=fps))
     (tmp_path / "bad.png").write_bytes(png(8, 8)[:40])
     for bad, told in (
-        ([], "give a list of its frames"),
+        ([], "give a file, or a list of its frames"),
         ([small, 5], "frame 1 of a video: it is int"),
         ([small, tmp_path / "bad.png"], "frame 1 of a video: a picture"),
         ([small, Image.new("RGB", (8, 12))], "give one size"),
@@ -225,6 +238,105 @@ def test_what_is_no_video_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(videos, "find_spec", lambda name: None)
     with pytest.raises(lmstate.UnsupportedError, match="pip install torchvision"):
         model.encode(video(small, small))
+
+
+def film(format: str, codec: str, shades: Sequence[int], rate: int = 10) -> bytes:
+    """A video file whose frames are gray."""
+    import av
+
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=format) as container:
+        stream: Any = container.add_stream(codec, rate=rate)
+        stream.width, stream.height, stream.pix_fmt = 40, 24, "yuv420p"
+        for shade in shades:
+            frame = av.VideoFrame.from_ndarray(np.full((24, 40, 3), shade, np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(("format", "codec"), [("mp4", "mpeg4"), ("webm", "libvpx")])
+def test_frames_of_files(format: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("av")
+    import lmstate.vision.video_files as files
+
+    shades = [*range(0, 250, 5)]
+    data = film(format, codec, shades)
+
+    def read(*limits: Any) -> tuple[list[int], float]:
+        frames, fps = files.frames_of_file(data, *limits)
+        return [round(float(np.asarray(frame).mean())) for frame in frames], fps
+
+    found, fps = read(2.0, 768, 2**27)
+    assert fps == 2.0 and len(found) == 10
+    assert all(abs(shade - shades[5 * at]) < 4 for at, shade in enumerate(found))
+    assert read(20.0, 768, 2**27)[0][:4:2] == read(10.0, 768, 2**27)[0][:2], "a frame stays until the next one"
+    assert read(2.0, 4, 2**27) == ([found[0], found[4], found[8]], 0.5)
+    assert read(2.0, 768, 40 * 24 * 5) == ([found[0], found[2], found[4], found[6], found[8]], 1.0)
+    for cut in (0, 3, 20, 200):
+        with pytest.raises(lmstate.StateError, match=r"a video (is damaged|has another format|file has no pictures)"):
+            files.frames_of_file(data[:cut], 2.0, 768, 2**27)
+    with pytest.raises(lmstate.StateError, match="another format than MP4"):
+        files.frames_of_file(b"#EXTM3U\nhttp://example.com/a.ts", 2.0, 768, 2**27)
+    monkeypatch.setattr(files, "MOST_PIXELS", 240)
+    assert {frame.size for frame in files.frames_of_file(data, 2.0, 768, 2**27)[0]} == {(20, 12)}
+    monkeypatch.setattr(files, "SECONDS", -1.0)
+    with pytest.raises(lmstate.StateError, match="seconds to decode"):
+        files.frames_of_file(data, 2.0, 768, 2**27)
+    monkeypatch.setattr(files, "MOST_SOURCE_PIXELS", 24 * 40 - 1)
+    with pytest.raises(lmstate.StateError, match="a video has 40 x 24 pixels; it may have 959"):
+        files.frames_of_file(data, 2.0, 768, 2**27)
+    monkeypatch.setattr(files, "MOST_BYTES", len(data) - 1)
+    with pytest.raises(lmstate.StateError, match=f"a video has {len(data)} bytes"):
+        files.frames_of_file(data, 2.0, 768, 2**27)
+
+
+def test_clients_send_videos() -> None:
+    _, _, model = pair("qwen3_vl")
+    frames = [png(40, 24, seed) for seed in range(4)]
+    payloads = [base64.b64encode(frame).decode() for frame in frames]
+
+    def answer(part: Any) -> str:
+        prompt = model.encode([{"role": "user", "content": [part, {"type": "text", "text": "what?"}]}])
+        prompt.place(state := model.new_state())
+        return model.generate(prompt.tokens, state, max_new_tokens=4, temperature=0.0)
+
+    with lmstate.Engine(model) as engine, running(engine, Settings("tiny", port=0)) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+        def asked(*parts: Any) -> str | None:
+            content: Any = [*parts, {"type": "text", "text": "what?"}]
+            chat = client.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": content}], max_tokens=4, temperature=0
+            )
+            return chat.choices[0].message.content
+
+        listed = {"type": "video", "video": frames, "fps": 2.0}
+        url = f"data:video/jpeg;base64,{','.join(payloads)}"
+        assert asked({"type": "video_url", "video_url": {"url": url}}) == answer({**listed, "fps": 1.0})
+        assert asked({"type": "video_url", "video_url": {"url": url, "fps": 2.0}}) == answer(listed)
+        urls = [f"data:image/png;base64,{payload}" for payload in payloads]
+        assert asked({"type": "video", "video": urls, "fps": 2.0}) == answer(listed)
+        for part, told in (
+            ({"type": "video", "video": []}, "a list of frames"),
+            ({"type": "video", "video": ["http://example.com/a.png"]}, "a frame is data:image/jpeg;base64"),
+            ({"type": "video_url"}, "video_url"),
+            ({"type": "video_url", "video_url": {"url": url.replace(";base64", ";fps=x;base64")}}, "it is a number"),
+            ({"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AAAA,!"}}, "not base64"),
+            ({"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AAAA"}}, "frame 0 of a video"),
+            ({"type": "video_url", "video_url": {"url": "data:video/avi;base64,AAAA"}}, "video"),
+            ({"type": "video", "video": urls[:1] * (MOST_FRAMES + 1), "fps": 2.0}, f"have {MOST_FRAMES + 1} frames"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=told):
+                asked(part)
+        if find_spec("av") is not None:
+            data = film("mp4", "mpeg4", range(0, 250, 5))
+            url = f"data:video/mp4;base64,{base64.b64encode(data).decode()}"
+            for fps in (None, 4.0):
+                sent = {"url": url} if fps is None else {"url": url, "fps": fps}
+                assert asked({"type": "video_url", "video_url": sent}) == answer(
+                    {"type": "video", "video": data, "fps": fps or 2.0}
+                )
 
 
 def test_models_without_videos_say_so(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from lmstate.cluster.handle import Errand, Listener, ReplicaHandle, ReplicaLost,
 from lmstate.cluster.key import RouteKey, route_key
 from lmstate.cluster.moving import MovingRequest
 from lmstate.cluster.placement import Placement, ReplicaView, RouteCosts
-from lmstate.engine.options import check_length, read_prompt, read_sourced, refuse_sourceless
+from lmstate.engine.options import check_length, read_prompt, read_sourced, refuse_sourceless, with_frames
 from lmstate.engine.request import Request
 from lmstate.engine.results import EngineClosed, Load, NoReplica, QueueFull
 from lmstate.engine.session import check_name
@@ -138,7 +138,7 @@ class Front:
         if session is None:
             if idempotency_key is not None:
                 raise ValueError("an idempotency_key was given; it is for turns of a session")
-            told = self._read(prompt, salt)
+            told = self._read(with_frames(prompt), salt)
             source_name = None if told.source is None else str(source_named(told.source))
             ids, key = told.tokens, route_key(told.identities, source=source_name, tenant=salt)
             refuse_sourceless(self.model, told)

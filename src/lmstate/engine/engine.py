@@ -29,6 +29,7 @@ from lmstate.engine.options import (
     read_prompt,
     read_sourced,
     refuse_sourceless,
+    with_frames,
 )
 from lmstate.engine.pace import Pace
 from lmstate.engine.prefix.picture import Prefix, picture, prefixes, resident
@@ -225,6 +226,7 @@ class Engine(SessionEngine):
         if session is None:
             if idempotency_key is not None:
                 raise ValueError("an idempotency_key was given; it is for turns of a session")
+            prompt = with_frames(prompt)
             messages = [dict(message) for message in prompt] if are_messages(prompt) else []  # the list is the caller's
             encoded = self._encoded(prompt, salt)
             return self._queued(encoded, self._constrained(terms, messages, encoded), messages, None, told)

@@ -12,7 +12,7 @@ from lmstate.generation.prompts import are_messages, as_token_lists, read_source
 from lmstate.state import SourceFeatures
 from lmstate.state.validate import token_ids, whole_number
 from lmstate.threads import available
-from lmstate.vision.reader import PicturePrompt, named, pictures_of
+from lmstate.vision.reader import PicturePrompt, named, pictures_of, with_videos
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +44,11 @@ def read_prompt(model: ServingModel, prompt: Any, replay: Replay, salt: str = ""
     for token in read.tokens:
         check_token(token, "the prompt", model.config.ids)
     return read
+
+
+def with_frames(prompt: Any) -> Any:
+    """A prompt of `submit` with a `Video` in place of each video of its messages. Raises as `with_videos`."""
+    return with_videos(prompt) if are_messages(prompt) else prompt
 
 
 def read_sourced(model: ServingModel, source: Any, prompt: Any) -> PicturePrompt:

@@ -112,7 +112,8 @@ class ModelParts(CheckpointReaders):
 
         In a message whose content is a list, a picture is `{"type": "image", "image": bytes}`, the bytes of a PNG,
         JPEG, WebP or GIF file, and a sound is `{"type": "audio", "audio": bytes}`, those of a WAV file. A video is
-        `{"type": "video", "video": frames, "fps": 2.0}`, where a frame is a picture of Pillow, a path or bytes. The
+        `{"type": "video", "video": frames, "fps": 2.0}`, where a frame is a picture of Pillow, a path or bytes; or a
+        file in place of the frames (`lmstate[video]`): `fps` of its frames are taken for each second. The
         tower of the checkpoint is loaded with the first one (`lmstate[vision]`, `lmstate[audio]`). `variables`: as of
         `Tokenizer.chat_text`, which ends with the beginning of an answer. Raises `StateError` for a file that is
         damaged or too large, `UnsupportedError` for a model whose pictures or sounds are not read, `ModelError` for a

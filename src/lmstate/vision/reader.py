@@ -284,7 +284,7 @@ def pictures_of(messages: Sequence[Message]) -> list[Any]:
     """
     parts = [part for part in chain.from_iterable(map(_parts, messages)) if _is_picture(part)]
     if any(part["type"] == "video" and not isinstance(part.get("video"), Video) for part in parts):
-        raise UnsupportedError("a video was given, and only Model.encode reads videos: submit the prompt that it makes")
+        raise UnsupportedError("a video was given, and none is read here: give it to Model.encode or Engine.submit")
     return [part.get(part["type"]) for part in parts]
 
 

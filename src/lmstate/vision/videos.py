@@ -1,4 +1,4 @@
-"""Videos as lists of frames: checked within limits, and parted into what a tower sees."""
+"""Videos as frames: checked within limits, and parted into what a tower sees."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ import torch
 from lmstate.errors import ModelError, StateError, UnsupportedError
 from lmstate.vision.families import VIDEOS, Tile
 from lmstate.vision.pictures import MOST_BYTES, read_frame, read_picture
+from lmstate.vision.video_files import MOST_BYTES as MOST_FILE_BYTES
+from lmstate.vision.video_files import frames_of_file
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 MOST_FRAMES = 768  # of a conversation
 FPS = (0.001, 1000.0)  # frames for each second of a video: least and most
+USUAL_FPS = 2.0  # that are taken from a file
 SHAPE = '{"type": "video", "video": [frames], "fps": 2.0}'
 
 
@@ -38,18 +41,21 @@ class Video:
 
 
 def read_video(part: Mapping[str, Any], most_frames: int, most_pixels: int) -> Video:
-    """The video of a part of a message: frames are pictures of Pillow, paths, or bytes of picture files.
+    """The video of a part of a message: a file, by its path or its bytes, or frames, which are pictures of Pillow,
+    paths, or bytes of picture files.
 
-    Raises `UnsupportedError` for a video file, `StateError` for frames of several sizes, for more than may be, and for
-    other values.
+    Raises as `frames_of_file`, and `StateError` for frames of several sizes, for too many, and for other values.
     """
-    given, fps = part.get("video"), part.get("fps")
-    if isinstance(given, str | Path | bytes | bytearray | memoryview):
-        raise UnsupportedError(f"a video file was given, and files of videos are not decoded; give its frames: {SHAPE}")
-    if not isinstance(given, list | tuple) or not given:
-        raise StateError(f"a video is {given!r:.80}; give a list of its frames: {SHAPE}")
+    given: Any = part.get("video")
+    fps = part.get("fps")
+    is_file = isinstance(given, str | Path | bytes | bytearray | memoryview)
+    if not is_file and (not isinstance(given, list | tuple) or not given):
+        raise StateError(f"a video is {given!r:.80}; give a file, or a list of its frames: {SHAPE}")
+    fps = USUAL_FPS if is_file and fps is None else fps
     if isinstance(fps, bool) or not isinstance(fps, int | float) or not FPS[0] <= fps <= FPS[1]:
         raise StateError(f"fps of a video is {fps!r:.80}; it is the number of its frames for each second: {SHAPE}")
+    if is_file:
+        given, fps = frames_of_file(_content(given), float(fps), max(1, most_frames), most_pixels)
     if len(given) > most_frames:
         raise StateError(f"the videos have {len(given) - most_frames + MOST_FRAMES} frames; all may have {MOST_FRAMES}")
     frames: list[Image] = []
@@ -66,6 +72,13 @@ def read_video(part: Mapping[str, Any], most_frames: int, most_pixels: int) -> V
         digest.update(f"{frame.size}\n".encode() + frame.tobytes())
         frames.append(frame)
     return Video(tuple(frames), float(fps), digest.hexdigest())
+
+
+def _content(file: str | Path | bytes | bytearray | memoryview) -> bytes:
+    if not isinstance(file, str | Path):
+        return bytes(file)
+    with Path(file).open("rb") as opened:
+        return opened.read(MOST_FILE_BYTES + 1)
 
 
 def _read(frame: Any) -> Image:

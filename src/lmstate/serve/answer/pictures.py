@@ -1,4 +1,4 @@
-"""Pictures and sounds in the texts of messages: a mark stands for each, so that joined texts keep their places."""
+"""Pictures, sounds and videos in texts of messages: a mark stands for each, so that joined texts keep their places."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from lmstate.errors import ModelError, StateError
 from lmstate.serve.answer.handlers import unreadable
 from lmstate.serve.wire.errors import ApiError
-from lmstate.serve.wire.picture_sources import SOUND
-from lmstate.vision.reader import MOST_PICTURES, kind_of_file, name_of, picture_part
+from lmstate.serve.wire.picture_sources import SOUND, video_part
+from lmstate.vision.reader import MOST_PICTURES, kind_of_file, name_of, picture_part, with_videos
 
 if TYPE_CHECKING:
     from lmstate.vision.reader import PicturedTexts, PictureReader
@@ -46,8 +46,13 @@ class Pictures:
                 reader = open()  # a model without pictures says so before any is fetched
             except ModelError as error:
                 raise unreadable(error) from error
-            files = {url: fetch(url) for url in dict.fromkeys(placed)}
-            kinds = {url: "audio" if url.startswith(SOUND) else kind_of_file(file) for url, file in files.items()}
+            kinds = {url: _kind(url) for url in dict.fromkeys(placed)}
+            reader.refuse_others(kind for kind in kinds.values() if kind)  # before anything is decoded
+            # A video comes as one with its frames.
+            parts = with_videos([{"content": [video_part(url)]} for url, kind in kinds.items() if kind == "video"])
+            videos = iter([part["content"][0]["video"] for part in parts])
+            files = {url: next(videos) if kind == "video" else fetch(url) for url, kind in kinds.items()}
+            kinds = {url: kind or kind_of_file(files[url]) for url, kind in kinds.items()}
             reader.refuse_others(kinds.values())
             self.texts: PicturedTexts = reader.texts([files[url] for url in placed])
         except (StateError, ModelError) as error:
@@ -65,6 +70,11 @@ class Pictures:
                 found += [*text_parts(content[at : mark.start()]), part]
                 at = mark.end()
         return [*found, *text_parts(content[at:])]
+
+
+def _kind(url: str) -> str:
+    """The kind of what a URL has; empty where only its file tells."""
+    return "audio" if url.startswith(SOUND) else "video" if url[:11].lower() == "data:video/" else ""
 
 
 def text_parts(text: str) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,16 @@ from lmstate.serve.answer.service import Service
 from lmstate.serve.tools.custom import arguments_of
 from lmstate.serve.wire.body import wrong
 from lmstate.serve.wire.errors import ApiError
-from lmstate.serve.wire.picture_sources import SOUND
-from lmstate.serve.wire.schema.chat import ChatCall, ChatMessage, Content, ContentPart, ImageUrl, ThinkingFields
+from lmstate.serve.wire.picture_sources import FRAMES, SOUND, VIDEO
+from lmstate.serve.wire.schema.chat import (
+    ChatCall,
+    ChatMessage,
+    Content,
+    ContentPart,
+    ImageUrl,
+    ThinkingFields,
+    VideoUrl,
+)
 from lmstate.serve.wire.schema.common import Generating, ResponseFormat, StructuredOutputs
 from lmstate.text.grammars.constraint import Constraint, of_format
 from lmstate.text.grammars.lark import json_object, of_words
@@ -28,6 +37,7 @@ if TYPE_CHECKING:
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 TEXT_PARTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 PICTURE_PARTS = ("image_url", "input_image")
+VIDEO_PARTS = ("video_url", "video")
 UNTHINKING = ("none", "minimal")  # efforts
 
 
@@ -60,11 +70,13 @@ def read_content(content: Content | None, path: str, role: str = "assistant") ->
 
 
 def _picture(part: ContentPart, path: str) -> str | None:
-    """The URL of a picture, or of a sound; None for a part that is neither."""
+    """The URL of a picture, of a sound or of a video; None for another part."""
     if part.type == "input_audio":
         if part.input_audio is None:
             raise wrong(f"{path}.input_audio", "an object", None)
         return SOUND + part.input_audio.data
+    if part.type in VIDEO_PARTS:
+        return _video(part, path)
     if part.type not in PICTURE_PARTS:
         return None
     given = part.image_url
@@ -76,12 +88,32 @@ def _picture(part: ContentPart, path: str) -> str | None:
     return url
 
 
+def _video(part: ContentPart, path: str) -> str:
+    """The data URL of a video, see `video_part`."""
+    if part.type == "video":
+        if not part.video:
+            raise wrong(f"{path}.video", "a list of frames, each a picture in a data URL", None)
+        frames = [re.sub(r"^data:image/[^,]*;base64,", "", frame) for frame in part.video]
+        if wrongly := [frame for frame in frames if ":" in frame[:60]]:
+            raise ApiError(f"{path}.video has {wrongly[0][:60]!r}; a frame is data:image/jpeg;base64,...", param=path)
+        return f"data:video/{FRAMES}{_rate(part.fps)};base64,{','.join(frames)}"
+    given = part.video_url
+    url, fps = (given.url, given.fps) if isinstance(given, VideoUrl) else (given, None)
+    if url is None:
+        raise wrong(f"{path}.video_url", "a URL", None)
+    if VIDEO.match(url) is None:
+        raise ApiError(f"{path}.video_url is {url[:60]!r}; send a video as data:video/mp4;base64,...", param=path)
+    return url if fps is None else url.replace(";base64,", f"{_rate(fps)};base64,", 1)
+
+
+def _rate(fps: float | None) -> str:
+    return "" if fps is None else f";fps={fps:g}"
+
+
 def _part(part: ContentPart, path: str) -> str:
     kind = part.type or "text"
-    if "video" in kind:
-        raise ApiError(f"{path} is of type {kind!r}, and videos are not read here: send frames as pictures", param=path)
     if kind not in (*TEXT_PARTS, "refusal"):
-        raise ApiError(f"{path} is of type {kind!r}; text, pictures and sounds are read here", param=path)
+        raise ApiError(f"{path} is of type {kind!r}; text, pictures, sounds and videos are read here", param=path)
     text, name = (part.refusal, "refusal") if kind == "refusal" else (part.text, "text")
     if text is None:
         raise wrong(f"{path}.{name}", "a string", None)

@@ -1,4 +1,4 @@
-"""Pictures and sounds as clients send them: bytes in a data URL, or an address on the web that the server allows."""
+"""Pictures, sounds and videos as clients send them: in a data URL, or at an address that the server allows."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ from contextlib import closing
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from ipaddress import ip_address
 from time import monotonic
+from typing import Any
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from lmstate.serve.wire.errors import ApiError
 from lmstate.vision.pictures import MOST_BYTES
+from lmstate.vision.video_files import MOST_BYTES as MOST_VIDEO_BYTES
+from lmstate.vision.videos import MOST_FRAMES
 
 SOUND = "data:audio/wav;base64,"  # how a sound's URL begins
 DATA = re.compile(rf"data:image/[a-z0-9.+-]+(?:;[a-z0-9=._-]+)*;base64,|{SOUND}", re.IGNORECASE)
+VIDEO = re.compile(r"data:video/([a-z0-9.+-]+)((?:;[a-z0-9=._-]+)*);base64,", re.IGNORECASE)
+FRAMES = "jpeg"  # the kind of a video that is a list of pictures, parted by commas
+FRAMES_FPS = 1.0  # of such a list without its own
 MOST_REDIRECTS = 3
 SECONDS = 10.0  # that a picture may take to come, redirects included
 PIECE = 2**16  # bytes that are read at a time
@@ -41,16 +47,43 @@ def picture_bytes(url: str, hosts: Sequence[str]) -> bytes:
     raise _refused(url, f"it was redirected more than {MOST_REDIRECTS} times")
 
 
+def video_part(url: str) -> dict[str, Any]:
+    """The video of a data URL as a part of a message, see `read_video`. Raises `ApiError`.
+
+    `data:video/mp4;base64,...` is a file, and `data:video/jpeg;base64,...,...` a list of frames, as in vLLM. `;fps=4`
+    in front of `;base64` says how many frames to take of a file for each second, or how many a list has.
+    """
+    head = VIDEO.match(url)
+    if head is None:
+        raise ApiError(f"a video is given as {url[:60]!r}; send it in a data URL: data:video/mp4;base64,...")
+    told = dict(each.partition("=")[::2] for each in head[2].lower().split(";"))
+    is_list = head[1].lower() == FRAMES
+    part: dict[str, Any] = {"type": "video"}
+    if is_list or "fps" in told:
+        try:
+            part["fps"] = float(told.get("fps", FRAMES_FPS))
+        except ValueError:
+            raise ApiError(f"fps of a video is {told['fps'][:20]!r}; it is a number") from None
+    if is_list:
+        given = url[head.end() :].split(",", MOST_FRAMES + 1)
+        return {**part, "video": [_decoded(each, "a frame of a video", MOST_BYTES) for each in given]}
+    return {**part, "video": _decoded(url[head.end() :], "a video", MOST_VIDEO_BYTES)}
+
+
 def _data(url: str) -> bytes:
     head = DATA.match(url)
     if head is None:
         raise ApiError(f"a picture is given as {url[:60]!r}; a data URL is data:image/png;base64,...")
-    if (size := 3 * (len(url) - head.end()) // 4) > MOST_BYTES:
-        raise ApiError(f"a picture has {size} bytes; it may have {MOST_BYTES}", 413)
+    return _decoded(url[head.end() :], "a picture", MOST_BYTES)
+
+
+def _decoded(data: str, what: str, most: int) -> bytes:
+    if (size := 3 * len(data) // 4) > most:
+        raise ApiError(f"{what} has {size} bytes; it may have {most}", 413)
     try:
-        return base64.b64decode(url[head.end() :], validate=True)
+        return base64.b64decode(data, validate=True)
     except binascii.Error as error:
-        raise ApiError(f"the data of a picture or a sound is not base64: {error}") from None
+        raise ApiError(f"the data of {what} is not base64: {error}") from None
 
 
 def _fetched(url: str, hosts: Sequence[str], until: float) -> tuple[bytes, str | None]:

@@ -23,6 +23,13 @@ class ImageUrl(Struct, kw_only=True):
     detail: str | None = None  # how closely it is looked at; models here have one way
 
 
+class VideoUrl(Struct, kw_only=True):
+    """A video: a data URL with an MP4, MOV, MKV or WebM file, or with frames that are parted by commas."""
+
+    url: str
+    fps: Annotated[float, Meta(ge=0.001, le=1000)] | None = None  # frames for each second
+
+
 class InputAudio(Struct, kw_only=True):
     """A sound: a file in base64, and its kind."""
 
@@ -31,13 +38,16 @@ class InputAudio(Struct, kw_only=True):
 
 
 class ContentPart(Struct, kw_only=True):
-    """A part of a message: text, a picture, or a sound."""
+    """A part of a message: text, a picture, a sound, or a video."""
 
     type: str | None = None
     text: str | None = None
     refusal: str | None = None
     image_url: str | ImageUrl | None = None
     input_audio: InputAudio | None = None
+    video_url: str | VideoUrl | None = None
+    video: list[str] | None = None  # frames, each a picture in a data URL
+    fps: Annotated[float, Meta(ge=0.001, le=1000)] | None = None  # of `video`
     file_id: str | None = None
 
 
