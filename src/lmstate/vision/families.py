@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -163,6 +163,12 @@ def at_blocks(seeing: Any, inputs: dict[str, Tensor]) -> Tensor:
     return torch.cat(parts, -1).float()
 
 
+def filmed(seeing: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """Embeddings of a whole video: float32 `[N, E]` (LLaVA-OneVision)."""
+    found: Tensor = seeing.get_video_features(**inputs, return_dict=True).pooler_output
+    return found.float().flatten(0, 1)
+
+
 def of_tiles(seeing: Any, inputs: dict[str, Tensor]) -> Tensor:
     """The same of Llama 3.2 Vision, without the tiles that are padding."""
     found = seeing.vision_model(**inputs).last_hidden_state[0, 0]
@@ -293,14 +299,30 @@ PROCESSED = {
 WRITERS: dict[str, Callable[[Any, Inputs, int], str]] = {"idefics2": bounded, "minicpmv4_6": numbered}
 # Options of a processor that are among those of its texts.
 OPTIONS: dict[str, dict[str, Any]] = {"lfm2_vl": {"use_image_special_tokens": True}}
-# Whose videos are read -> whether groups of frames stand apart in the text, each behind its time.
-VIDEOS = {
-    "qwen2_5_vl": False,
-    "qwen2_vl": False,
-    "qwen3_5": True,
-    "qwen3_5_moe": True,
-    "qwen3_vl": True,
-    "qwen3_vl_moe": True,
+VideoForm = Literal["whole", "timed", "timed after", "run", "frames"]
+"""Form of a video in a text.
+
+whole         one run of positions of several axes
+timed         groups of frames, each after its time
+timed after   groups of frames, each in front of its time, which transformers' processor writes
+run           one run
+frames        frames as pictures, among words of that processor
+"""
+
+# Whose videos are read.
+VIDEOS: dict[str, VideoForm] = {
+    "glm46v": "timed after",
+    "glm4v": "timed after",
+    "glm4v_moe": "timed after",
+    "internvl": "frames",
+    "llava_onevision": "run",
+    "qwen2_5_vl": "whole",
+    "qwen2_vl": "whole",
+    "qwen3_5": "timed",
+    "qwen3_5_moe": "timed",
+    "qwen3_vl": "timed",
+    "qwen3_vl_moe": "timed",
+    "smolvlm": "frames",
 }
 # Whose pictures are one piece with all of the prompt, which they begin.
 PREFIXED = frozenset({"paligemma"})

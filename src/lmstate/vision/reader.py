@@ -18,7 +18,7 @@ from lmstate.state.sources import Source, SourceFeatures
 from lmstate.vision.families import OPTIONS, TIDIED, UNTILED, VIDEOS, WRITERS, Tile
 from lmstate.vision.pictures import read_picture
 from lmstate.vision.tower import Tower, lacking
-from lmstate.vision.videos import MOST_FRAMES, Video, VideoProcessor, frames_of, read_video
+from lmstate.vision.videos import MOST_FRAMES, Video, VideoProcessor, VideoWords, frames_of, read_video
 
 if TYPE_CHECKING:
     from lmstate.state import State
@@ -152,7 +152,7 @@ class PictureReader:
                 if self.processor is None:
                     places = [self.mark * count for count in taken]
                 if reads:
-                    shown = iter([([tile], place) for tile, place in zip(self.tower.tiles(inputs), places)])
+                    shown = self._by_picture(self.tower.tiles(inputs), places)
                     pairs = [reads.tiles(each) if isinstance(each, Video) else next(shown) for each in pictures]
                     inputs, places = [tile for tiles, _ in pairs for tile in tiles], [place for _, place in pairs]
                     for tile in inputs:
@@ -160,6 +160,15 @@ class PictureReader:
             except (ValueError, TypeError, KeyError) as error:
                 raise StateError(f"the model's processor does not take a picture: {str(error)[:200]}") from error
         return PicturedTexts(self, inputs, list(map(name_of, pictures)), places, perf_counter() - begin)
+
+    def _by_picture(self, tiles: list[Tile], places: list[str]) -> Iterator[tuple[list[Tile], str]]:
+        """The tiles of each picture, as many as fill its places."""
+        left = iter(tiles)
+        for place in places:
+            own: list[Tile] = []
+            while sum(map(self.tower.places, own)) < place.count(self.mark):
+                own.append(next(left))
+            yield own, place
 
     def _processed(self, images: list[Any]) -> tuple[Any, list[str]]:
         """The inputs that transformers makes of pictures, and the text of their places, if there are tiles."""
@@ -177,18 +186,25 @@ class PictureReader:
     def _video_processor(self) -> VideoProcessor:
         if self._videos is None:
             assert self.folder is not None  # where videos are read
-            config = self.tower.config
-            ids = (config.vision_start_token_id, config.video_token_id, config.vision_end_token_id)
-            begin, mark, end = (self.tokenizer.decode([int(id)], skip_special_tokens=False) for id in ids)
+            begin, mark, end = map(self._word, ("vision_start_token_id", "video_token_id", "vision_end_token_id"))
+            mark = mark if self.processor is None else str(self.processor.video_token)
             if not mark:
-                raise ModelError(f"the tokenizer has no token {ids[1]}, which stands where a video is")
-            self._videos = VideoProcessor.open(self.folder, config, (begin, mark, end))
+                raise ModelError(
+                    "the tokenizer has no token where a video is: it lacks the video_token_id of the config"
+                )
+            words = VideoWords(begin, mark, end)
+            self._videos = VideoProcessor.open(self.folder, self.tower.config, words, self.processor)
         return self._videos
+
+    def _word(self, name: str) -> str:
+        """The text of a token that the config names; empty where it does not."""
+        id = getattr(self.tower.config, name, None)
+        return "" if id is None else self.tokenizer.decode([int(id)], skip_special_tokens=False)
 
     @property
     def marks(self) -> dict[str, str]:
         """The texts that a chat template writes where a picture or a sound stands, with the kind of each."""
-        return {self.mark: self.kinds[0]} | ({} if self._videos is None else {self._videos.words[1]: "video"})
+        return {self.mark: self.kinds[0]} | ({} if self._videos is None else {self._videos.mark: "video"})
 
     @property
     def mark(self) -> str:

@@ -27,6 +27,7 @@ from lmstate.vision.families import (
     PREFIXED,
     PROCESSED,
     Tile,
+    filmed,
     heard,
     pooled,
 )
@@ -149,6 +150,8 @@ class Tower:
         """Embeddings of one tile, as `embed` gives them, from its inputs on the tower's device."""
         if "input_features" in inputs:
             return heard(self.module, inputs)
+        if "pixel_values_videos" in inputs:
+            return filmed(self.module, inputs)
         return FEATURES.get(self.family, pooled)(self.module, inputs)
 
 

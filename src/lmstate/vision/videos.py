@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -90,42 +90,67 @@ def _read(frame: Any) -> Image:
         return read_picture(file.read(MOST_BYTES + 1))
 
 
-class VideoProcessor:
-    """transformers' processor of videos of a checkpoint folder. `words`: texts around the frames of a group."""
+class VideoWords(NamedTuple):
+    """Texts around the places of a video: what begins and ends a group of frames, and the mark that a template
+    writes."""
 
-    def __init__(self, made: Any, config: Any, words: tuple[str, str, str]) -> None:
-        self.made, self.config, self.words = made, config, words
+    begin: str
+    mark: str
+    end: str
+
+
+class VideoProcessor:
+    """transformers' processor of videos of a checkpoint folder. `mark`: the text that a template writes for a video."""
+
+    def __init__(self, made: Any, config: Any, words: VideoWords, processor: Any) -> None:
+        self.made, self.config, self.words, self.processor = made, config, words, processor
+        self.form, self.mark = VIDEOS[config.model_type], words.mark
 
     @staticmethod
-    def open(path: Path, config: Any, words: tuple[str, str, str]) -> VideoProcessor:
-        """words: those that begin, fill and end a group of frames. Raises `UnsupportedError` without torchvision."""
+    def open(path: Path, config: Any, words: VideoWords, processor: Any) -> VideoProcessor:
+        """processor: transformers' own of the family, where the reader of pictures has it: it writes words of videos.
+
+        Raises `UnsupportedError` without torchvision.
+        """
         if find_spec("torchvision") is None:
             raise UnsupportedError("videos need torchvision: pip install torchvision")
-        from transformers import AutoVideoProcessor
+        from transformers import AutoProcessor, AutoVideoProcessor
 
         try:
+            if processor is None and VIDEOS[config.model_type] == "timed after":
+                processor = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
             made = AutoVideoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
             raise ModelError(
                 f"transformers cannot read the processor of videos of {path}: {str(error)[:200]}"
             ) from error
-        return VideoProcessor(made, config, words)
+        return VideoProcessor(made, config, words, processor)
 
     def tiles(self, video: Video) -> tuple[list[Tile], str]:
         """The tiles of a video, and the text of its places. Raises ValueError for one that is not taken.
 
-        A tile is the whole video, or a group of `temporal_patch_size` frames where texts of their times stand between.
+        A tile is the whole video, a group of `temporal_patch_size` frames where texts of their times are between, or a
+        frame.
         """
         import numpy as np
 
         frames = torch.from_numpy(np.stack([np.asarray(frame) for frame in video.frames])).permute(0, 3, 1, 2)
         made = self.made(videos=[frames], do_sample_frames=False, return_tensors="pt")
-        pixels, (grid,) = made["pixel_values_videos"], made["video_grid_thw"]
+        if self.form == "frames":
+            return self._pictures(video, made)
+        pixels, token, (begin, mark, end) = (
+            made["pixel_values_videos"],
+            int(self.config.video_token_id),
+            self.words,
+        )
+        if self.form == "run":
+            side = -(-self.config.vision_config.image_size // self.config.vision_config.patch_size // 2)
+            return [Tile({"pixel_values_videos": pixels}, token=token)], mark * (pixels.shape[1] * side**2 + 1)
+        (grid,) = made["video_grid_thw"]
         groups, height, width = grid.tolist()
-        merged, token = self.config.vision_config.spatial_merge_size, int(self.config.video_token_id)
+        merged = self.config.vision_config.spatial_merge_size
         rows, columns, together = height // merged, width // merged, int(self.made.temporal_patch_size)
-        begin, mark, end = self.words
-        if not VIDEOS[self.config.model_type]:
+        if self.form == "whole":
             pace = 1.0
             if (speed := getattr(self.config.vision_config, "tokens_per_second", None)) is not None:
                 pace = float(speed * torch.tensor(together / video.fps, dtype=torch.float32))
@@ -133,9 +158,32 @@ class VideoProcessor:
             return [Tile(given, (groups, rows, columns), token, pace)], mark * (groups * rows * columns)
         parts = pixels.chunk(groups)
         one = torch.tensor([[1, height, width]])
-        tiles = [Tile({"pixel_values": own, "image_grid_thw": one}, (1, rows, columns), token) for own in parts]
+        grouped = [{"pixel_values": own, "image_grid_thw": one} for own in parts]
+        if self.form == "timed after":  # in the places of pictures
+            return [Tile(own, (1, rows, columns)) for own in grouped], self._written(video, made)
         times = group_times(len(video.frames), video.fps, together)
-        return tiles, "".join(f"<{time:.1f} seconds>{begin}{mark * (rows * columns)}{end}" for time in times)
+        text = "".join(f"<{time:.1f} seconds>{begin}{mark * (rows * columns)}{end}" for time in times)
+        return [Tile(own, (1, rows, columns), token) for own in grouped], text
+
+    def _pictures(self, video: Video, made: Any) -> tuple[list[Tile], str]:
+        """Its frames as pictures, and transformers' text of them."""
+        pixels = made.get("pixel_values_videos", made.get("pixel_values"))[0]
+        masks = made.get("pixel_attention_mask")
+        tiles = [Tile({"pixel_values": frame[None]}) for frame in pixels]
+        if masks is not None:
+            pairs = zip(pixels, masks[0], strict=True)
+            tiles = [Tile({"pixel_values": p[None, None], "pixel_attention_mask": m[None, None]}) for p, m in pairs]
+        return tiles, self._written(video, made)
+
+    def _written(self, video: Video, made: Any) -> str:
+        """The text of a video as transformers' processor writes it."""
+        from transformers.video_utils import VideoMetadata
+
+        count = len(video.frames)
+        told = VideoMetadata(
+            total_num_frames=count, fps=video.fps, duration=count / video.fps, frames_indices=list(range(count))
+        )
+        return str(self.processor.replace_video_token({**made, "video_metadata": [told]}, 0))
 
 
 def group_times(count: int, fps: float, together: int) -> list[float]:
