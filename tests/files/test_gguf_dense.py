@@ -55,7 +55,13 @@ FILES: dict[str, tuple[ARCH, dict[str, Any]]] = {
 }  # fmt: skip
 PERMUTED = (ARCH.ARCEE, ARCH.LLAMA, ARCH.MISTRAL3, ARCH.OLMO)
 ONE_MORE = (ARCH.GEMMA, ARCH.GEMMA3, ARCH.NEMOTRON)
-SEEN = ("model.vision", "model.visual.", "model.multi_modal_projector.", "model.connector.")  # of pictures
+SEEN = (
+    "model.vision",
+    "model.visual.",
+    "model.multi_modal_projector.",
+    "model.connector.",
+    "model.image_newline",
+)  # of pictures
 
 
 def metadata(arch: ARCH, config: Any, more: dict[str, Any]) -> dict[str, Any]:

@@ -40,6 +40,7 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "idefics3": ("idefics3", {"clip.use_gelu": True, "clip.vision.projector.scale_factor": 2}),
     "internvl": ("internvl", {"clip.use_gelu": True, "clip.vision.projector.scale_factor": 2}),
     "llava": ("mlp", {}),
+    "llava_next": ("mlp", {"clip.vision.image_grid_pinpoints": [16, 32, 32, 16, 32, 32]}),
     "mistral3": ("pixtral", {"clip.use_gelu": True, "clip.vision.spatial_merge_size": 2}),
     "qwen2_vl": ("qwen2vl_merger", {}),
     "qwen2_5_vl": (
@@ -50,8 +51,16 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3vl_merger", {"clip.use_gelu": True}),
     "smolvlm": ("idefics3", {"clip.use_gelu": True, "clip.vision.projector.scale_factor": 2}),
 }
+LLAVA = ("llava", "llava_next")
 EPS = {"gemma4": 1e-6, "gemma3": 1e-6, "idefics3": 1e-6, "smolvlm": 1e-6, "internvl": 1e-6}
-TOWER = ("vision", "visual", "multi_modal_projector", "connector", "embed_vision")  # beginnings of names
+TOWER = (
+    "vision",
+    "visual",
+    "multi_modal_projector",
+    "connector",
+    "embed_vision",
+    "image_newline",
+)  # beginnings of names
 NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
 
 
@@ -71,15 +80,18 @@ def parts(family: str, theirs: Any, name: str, value: Tensor) -> Iterator[tuple[
         name += ".weight" if name.endswith("position_embedding_table") else ""
         if name.endswith("patch_embedder.input_proj.weight"):
             value = value.view(len(value), 4, 4, 3).permute(0, 3, 1, 2)
-    if family in ("gemma3", "llava", "mistral3"):
+    if family in ("gemma3", *LLAVA, "mistral3"):
         name = name.removeprefix("model.")
-    if family in ("gemma3", "llava"):
+    if family in ("gemma3", *LLAVA):
         name = name.replace("vision_tower.", "vision_tower.vision_model.")  # as in the published ones
+    if name.endswith("image_newline"):
+        yield "model.image_newline", value
+        return
     if ".vision_tower.head." in f".{name}" or ".head." in name:
         return
-    if family == "llava" and ("post_layernorm" in name or ".layers.1." in name):
+    if family in LLAVA and ("post_layernorm" in name or ".layers.1." in name):
         return  # the block behind the one that is used is left out
-    if family == "llava" and name.startswith("multi_modal_projector.linear_"):
+    if family in LLAVA and name.startswith("multi_modal_projector.linear_"):
         number, ending = name.removeprefix("multi_modal_projector.linear_").split(".")
         yield f"mm.{2 * int(number) - 2}.{ending}", value
         return
@@ -129,7 +141,7 @@ def write_mmproj(path: Path, family: str, theirs: Any, folder: Path, **changed: 
         "clip.vision.patch_size": patch,
         "clip.vision.embedding_length": getattr(seeing, "embed_dim", seeing.hidden_size),
         "clip.vision.feed_forward_length": getattr(seeing, "intermediate_size", 0),
-        "clip.vision.block_count": 1 if family == "llava" else 2,
+        "clip.vision.block_count": 1 if family in LLAVA else 2,
         "clip.vision.attention.head_count": getattr(seeing, "num_heads", None) or seeing.num_attention_heads,
         "clip.vision.attention.layer_norm_epsilon": EPS.get(family, 1e-5),
         "clip.vision.image_mean": [0.5, 0.25, 0.125],
@@ -194,6 +206,7 @@ TEXTS: dict[str, tuple[ARCH, str, tuple[str, ...]]] = {
     "idefics3": (ARCH.LLAMA, "<image>", ("<fake_token_around_image>", "<end_of_utterance>", "<global-img>")),
     "internvl": (ARCH.QWEN2, "<IMG_CONTEXT>", ("<img>", "</img>")),
     "llava": (ARCH.LLAMA, "<image>", ()),
+    "llava_next": (ARCH.LLAMA, "<image>", ()),
     "mistral3": (ARCH.LLAMA, "[IMG]", ("[IMG_BREAK]", "[IMG_END]")),
     "qwen2_vl": (ARCH.QWEN2VL, "<|image_pad|>", ()),
     "qwen2_5_vl": (ARCH.QWEN2VL, "<|image_pad|>", ()),
@@ -217,6 +230,11 @@ def processor_of(family: str) -> Any:
         return t.GotOcr2ImageProcessorPil(size=SIDE, max_patches=4, crop_to_patches=True, **NORMAL)
     if family == "llava":
         return t.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=SIDE, **NORMAL)
+    if family == "llava_next":
+        grid = [[16, 32], [32, 16], [32, 32]]
+        return t.LlavaNextImageProcessorPil(
+            size={"shortest_edge": 16}, crop_size=SIDE, image_grid_pinpoints=grid, **NORMAL
+        )
     if family == "mistral3":
         return t.PixtralImageProcessorPil(size={"longest_edge": 16}, patch_size=8, **NORMAL)
     least, most = (256**2, 4096**2) if family == "qwen3_vl" else (56**2, 28 * 28 * 16384)
@@ -224,11 +242,12 @@ def processor_of(family: str) -> Any:
     return t.Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=sizes, **NORMAL)
 
 
-def written(family: str, folder: Path) -> tuple[Any, Path, Path]:
-    """transformers' model, and the files of its text model and of its tower."""
+def written(family: str, folder: Path, mark: str = "") -> tuple[Any, Path, Path]:
+    """transformers' model, and the files of its text model and of its tower. `mark`: another token for pictures."""
     from tokenizers.pre_tokenizers import ByteLevel
 
-    arch, mark, others = TEXTS[family]
+    arch, known, others = TEXTS[family]
+    mark = mark or known
     tokens = [*sorted(ByteLevel.alphabet()), "ab", START, END, mark, *others]
     place = tokens.index("<image_soft_token>" if family == "gemma3" else mark)
 
@@ -248,10 +267,10 @@ def written(family: str, folder: Path) -> tuple[Any, Path, Path]:
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [1] * 257 + [3] * (len(tokens) - 257),
+        "tokenizer.ggml.token_type": [1] * 257 + [2 if token == "<unk>" else 3 for token in tokens[257:]],
         "tokenizer.ggml.merges": ["a b"],
         "tokenizer.ggml.eos_token_id": 258,
-        "tokenizer.chat_template": PLAIN if family in ("internvl", "llava") else TEMPLATE.replace("<image>", mark),
+        "tokenizer.chat_template": PLAIN if family in ("internvl", *LLAVA) else TEMPLATE.replace("<image>", mark),
     }
     path = folder / "text.gguf"
     ggufs.finish(gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch]), values, converted(arch, theirs, text))
@@ -259,13 +278,13 @@ def written(family: str, folder: Path) -> tuple[Any, Path, Path]:
     return theirs, path, write_mmproj(folder / "mmproj-text.gguf", family, theirs, folder, **changed)
 
 
-@pytest.mark.parametrize("family", TEXTS)
-def test_a_conversation_with_pictures_of_a_gguf_model(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "mark"), [*((family, "") for family in TEXTS), ("llava", "<unk>")])
+def test_a_conversation_with_pictures_of_a_gguf_model(family: str, mark: str, tmp_path: Path) -> None:
     from transformers import AutoImageProcessor
 
     if family in ("internvl", "mistral3"):
         pytest.importorskip("torchvision")  # which transformers' processors of these ask for
-    theirs, path, mmproj = written(family, tmp_path)
+    theirs, path, mmproj = written(family, tmp_path, mark)
     model = lmstate.load(path, weights="float32", mmproj=mmproj)
     assert model.sees
     files = [png(30, 20), png(16, 40, seed=1)]
@@ -332,7 +351,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"clip.vision.image_mean": [0.5]}, "image_mean"),
     ({"clip.vision.embedding_length": "32"}, "embedding_length"),
     ({"clip.vision.feature_layer": [0, 1]}, "feature_layer"),
-    ({"v.image_newline": np.zeros(48, np.float32)}, "a LLaVA with tiles"),
+    ({"v.image_newline": np.zeros(48, np.float32)}, "a LLaVA with another projector"),
 ]
 
 

@@ -20,7 +20,15 @@ from lmstate.checkpoints.source import floats
 from lmstate.errors import ModelError, UnsupportedError
 from lmstate.text.tokenizer import Tokenizer
 from lmstate.vision.families import FAMILIES, grids
-from lmstate.vision.projectors import PROJECTORS, Described, Projector, TowerSizes, deepened_blocks
+from lmstate.vision.projectors import (
+    MLP_OF_TILES,
+    NEWLINE,
+    PROJECTORS,
+    Described,
+    Projector,
+    TowerSizes,
+    deepened_blocks,
+)
 from lmstate.vision.reader import PictureReader
 from lmstate.vision.tower import TEXT, Tower, lacking, load_weights, without_text
 
@@ -58,6 +66,7 @@ class Mmproj:
             )
         own = fields.str("clip.vision.projector_type", default="")  # of files with towers of several kinds
         kind = fields.str("clip.projector_type", default=own)
+        kind = MLP_OF_TILES if kind == "mlp" and NEWLINE in contents.tensors else kind
         if kind not in PROJECTORS:
             raise UnsupportedError(
                 f"{path} has a projector of type {kind[:80]!r}; lmstate reads {', '.join(sorted(PROJECTORS))}"

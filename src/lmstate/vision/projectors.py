@@ -15,6 +15,8 @@ from lmstate.errors import ModelError
 
 MOST_SIDE, MOST_PATCHES = 2**14, 512  # pixels of a side of a picture; patches beside each other
 MOST_BLOCKS, MOST_WIDTH = 4096, 2**20
+NEWLINE = "model.image_newline"  # a tensor of files of LLaVA 1.6
+MLP_OF_TILES = "mlp with tiles"  # which call their projector "mlp" too
 Names = dict[str, str | tuple[str, ...]]
 
 
@@ -283,8 +285,7 @@ def _internvl(sizes: TowerSizes) -> Described:
 def _llava(sizes: TowerSizes) -> Described:
     if "v.image_newline" in sizes.tensors or "mm.3.weight" in sizes.tensors:
         raise ModelError(
-            f"{sizes.fields.where} is the tower of a LLaVA with tiles or another projector, which lmstate reads from "
-            f"folders alone"
+            f"{sizes.fields.where} is the tower of a LLaVA with another projector: load that model from its folder"
         )
     layers = sizes.fields.ints("clip.vision.feature_layer", low=1, high=sizes.blocks, default=(sizes.blocks,))
     if len(layers) != 1:
@@ -297,6 +298,16 @@ def _llava(sizes: TowerSizes) -> Described:
             "crop_size": sizes.square,
         },
     )  # fmt: skip
+
+
+def _llava_next(sizes: TowerSizes) -> Described:
+    """LLaVA 1.6, which sees tiles of a picture beside the whole of it, each row of them with an embedding behind it."""
+    whole, flat = _llava(sizes), sizes.fields.ints("clip.vision.image_grid_pinpoints", low=1, high=MOST_SIDE)
+    if not flat or len(flat) % 2 or len(flat) > 2 * MOST_PATCHES:
+        raise ModelError(f"{sizes.fields.where} has a grid of {len(flat)} numbers; its tiles need pairs of sides")
+    grid = [list(flat[at : at + 2]) for at in range(0, len(flat), 2)]
+    pixels = {**whole.pixels, "image_processor_type": "LlavaNextImageProcessor", "image_grid_pinpoints": grid}
+    return Described({**whole.config, "model_type": "llava_next", "image_grid_pinpoints": grid}, pixels)
 
 
 _CLIP: Names = {
@@ -388,7 +399,12 @@ PROJECTORS: dict[str, Projector] = {
         },
         swapped=False,
     ),
-    "mlp": Projector("llava", ("<image>",), _llava, _CLIP, unused=("model.vision_tower.post_layernorm.",)),
+    # Texts of LLaVA 1.5 that were converted from its first checkpoints have no token for pictures.
+    "mlp": Projector("llava", ("<image>", "<unk>"), _llava, _CLIP, unused=("model.vision_tower.post_layernorm.",)),
+    MLP_OF_TILES: Projector(
+        "llava_next", ("<image>", "<unk>"), _llava_next, {**_CLIP, "model.image_newline": NEWLINE},
+        unused=("model.vision_tower.post_layernorm.",),
+    ),
     "pixtral": Projector(
         "mistral3",
         ("[IMG]",),
