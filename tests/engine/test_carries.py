@@ -49,10 +49,15 @@ def test_prefixes_drafts_forks_and_sessions_change_no_answer(case: str, carries:
         first = ask(engine, ids[:40], session="one")
         second = ask(engine, prompt(30, 5), session="one")
         check(model, [*ids[:40], *first.tokens[0], *prompt(30, 5)], second, carries)
+        said = list(engine.session("one").tokens)
     for other in (carries, 32):
         with lmstate.Engine(model, carries=other, store=tmp_path) as engine:
             found = engine.explain([*SYSTEM, 98, 3]).reused
             assert found == (128 if other == carries else 0), "states of other bits go by another name"
+            assert engine.session("one").tokens == said, "a session is a text, which is read again"
+            answer = ask(engine, new := prompt(9, other), session="one")
+            check(model, [*said, *new], answer, other)
+            said += [*new, *answer.tokens[0]]
             ids = [*SYSTEM, 98, 3, 4]
             check(model, ids, ask(engine, ids), other)
 

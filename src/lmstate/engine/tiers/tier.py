@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
@@ -29,6 +30,7 @@ from lmstate.state.snapshot import VERSION
 LOG = logging.getLogger(__name__)
 WAITING_BYTES = 2**28  # of tensors that may wait to be written; what comes beyond waits alone, or is not kept here
 MOST_LAYERS = 100_000  # of an entry: what a store says is not to fill the memory
+CARRIES = re.compile(r" carries=\d+")
 Kind = Literal["run", "carry", "end"]
 
 
@@ -304,8 +306,8 @@ class Tier(ABC):
 
 
 def sessions_of(namespace: str) -> str:
-    """The kind of the records of sessions."""
-    return f"sessions of {namespace}"
+    """The kind of the records of sessions: a text, of which states of any carries are found or computed again."""
+    return f"sessions of {CARRIES.sub('', namespace)}"
 
 
 def to_bytes(layers: Layers) -> bytes:
