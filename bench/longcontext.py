@@ -60,7 +60,7 @@ def text() -> str:
 
 def policies(budgets: list[int]) -> dict[str, kv.Policy]:
     table: dict[str, kv.Policy] = {"bfloat16": kv.Dense(torch.bfloat16), "float32": kv.Dense(torch.float32)}
-    table |= {f"quantized {bits}": kv.Quantized(bits) for bits in (8, 4, 2)}
+    table |= {f"quantized {bits}": kv.Quantized(bits) for bits in (8, 4, 3, 2)}
     for budget in budgets:
         one = {
             "recent": kv.Recent(budget=budget),
@@ -188,7 +188,7 @@ def known(path: str | None, tokens: int) -> list[Result]:
 
 def quality(options: argparse.Namespace) -> None:
     model = lmstate.load(options.model, activations=16)
-    ids = model.tokenizer.encode(text())[: options.tokens]
+    ids = model.tokenizer.encode(text())[options.first : options.first + options.tokens]
     results = known(options.json, len(ids))
     runs: dict[str, Callable[[], Result]] = {
         name: lambda name=name, policy=policy: measure(model, name, policy, ids)  # type: ignore[misc]
@@ -221,6 +221,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, default=4000)
+    parser.add_argument("--first", type=int, default=0, help="the token of the text to begin at")
     parser.add_argument("--budgets", type=int, nargs="*", default=[512, 1024])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", nargs="*", metavar="WORD")

@@ -78,7 +78,7 @@ def test_keys_and_values_in_few_bits_are_those_of_such_a_state(model: lmstate.Mo
     assert generate("--raw", "--kv-bits", 4, text, "-n", 5, "--save-state", saved)[:-1] == expected[:5]
     assert generate("--kv-bits", 4, "--state", saved, "-n", 3, input="")[:-1] == expected[5:]
     assert "same kv=" in generate("--state", saved, "-n", 3, input="", code=1)
-    assert "'8', '4', '2'" in generate("x", "--kv-bits", 3, code=2)
+    assert "'8', '4', '3', '2'" in generate("x", "--kv-bits", 5, code=2)
 
 
 def test_states_that_do_not_fit_are_refused(model: lmstate.Model, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", ["--stall 1", "--stall nan", "--max-itl 0", "--kv-bits 3", "--carries 4", "--memory many"]
+    "option", ["--stall 1", "--stall nan", "--max-itl 0", "--kv-bits 5", "--carries 4", "--memory many"]
 )
 def test_wrong_usage_loads_nothing(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lmstate, "load", lambda name, weights, **_: pytest.fail("loaded for nothing"), raising=False)

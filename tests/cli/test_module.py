@@ -64,7 +64,7 @@ TOLD = {
     "generate smollm2 hi --draft smolm2": "1 lmstate: --draft is auto, text, heads, none or a model: no model called",
     "generate smollm2 hi --threads many": "2 Usage:",
     "generate smollm2 hi --top-p 3": "2 Usage:",
-    "generate smollm2 hi --kv-bits 3": "2 Usage:",
+    "generate smollm2 hi --kv-bits 5": "2 Usage:",
     "generate smollm2 hi --logit-bias x": "2 Usage:",
     "generate smollm2 hi --state no-file": "1 lmstate: no-file: no such file",
     "generate smollm2 -f no-file": "1 lmstate: no-file: no such file",

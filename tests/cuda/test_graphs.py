@@ -47,7 +47,7 @@ def test_replayed_steps_give_the_logits_of_eager_ones(case: str) -> None:
 
 
 KINDS = ("llama", "mistral", "deepseek_v3", "qwen3_next-dense", "mamba2", "mixtral", "lfm2")
-CODED = [("llama", 8), ("gemma", 4), ("gemma", 2)]
+CODED = [("llama", 8), ("gemma", 4), ("gemma", 3), ("gemma", 2)]
 
 
 @pytest.mark.parametrize(("case", "bits"), [*((case, None) for case in KINDS), *CODED])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -114,8 +115,9 @@ def test_three_ranks_give_the_bits_of_one_process(case: str, tmp_path: Path) -> 
         assert same(story(model, tmp_path), story(one_process(folder, "float32"), tmp_path))
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("case", ["llama", "mistral", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("case", "bits"), [*product(["llama", "mistral", "deepseek_v3"], [8, 4, 2]), ("llama", 3), ("mistral", 3)]
+)
 def test_quantized_keys_and_values_are_the_same(case: str, bits: int, tmp_path: Path) -> None:
     folder, kv = saved(case, tmp_path), lmstate.kv.Quantized(bits)
     with over_threads(folder, "float32", 2) as (model, _):

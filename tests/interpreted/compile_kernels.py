@@ -116,6 +116,7 @@ CASES: dict[str, Case] = {
     "attend, codes, prompt": (attention.attend, ATTEND | {"WHOLE": True, "ROWS": CODED.rows, "BITS": 8}, CODED),
     "attend, 4 bits": (attention.attend, ATTEND | {"WHOLE": False, "ROWS": FEW.rows, "BITS": 4}, FEW),
     "attend, 4 bits, prompt": (attention.attend, ATTEND | {"WHOLE": True, "ROWS": CODED.rows, "BITS": 4}, CODED),
+    "attend, 3 bits": (attention.attend, ATTEND | {"WHOLE": False, "ROWS": FEW.rows, "BITS": 3}, FEW),
     "attend, 2 bits": (attention.attend, ATTEND | {"WHOLE": False, "ROWS": FEW.rows, "BITS": 2}, FEW),
     "attend, chosen latents": (
         attention.attend,
@@ -132,7 +133,9 @@ CASES: dict[str, Case] = {
     "hadamard": (attention.hadamard, {"LINES": 16, "D": 128, "LOG_D": 7}),
     "append_codes": (attention.append_codes, {"K": 8, "KP": 8, "D": 128, "LOG_D": 7, "BITS": 8}),
     "append_codes, 4 bits": (attention.append_codes, {"K": 8, "KP": 8, "D": 128, "LOG_D": 7, "BITS": 4}),
+    "append_codes, 3 bits": (attention.append_codes, {"K": 8, "KP": 8, "D": 128, "LOG_D": 7, "BITS": 3}),
     "encode_blocks": (attention.encode_blocks, {"K": 8, "D": 128, "BITS": 2, "ELEMENT": tl.bfloat16}),
+    "encode_blocks, 3 bits": (attention.encode_blocks, {"K": 8, "D": 128, "BITS": 3, "ELEMENT": tl.bfloat16}),
     "ranks": (chosen.ranks, RANKS, MANY),
     "merge": (attention.merge, MERGE),
     "append": (attention.append, {"K": 8, "D": 128, "DP": 1024, "ELEMENT": tl.bfloat16}),

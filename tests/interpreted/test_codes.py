@@ -1,4 +1,4 @@
-"""Attention over keys and values of 8, 4 and 2 bits, in blocks of slabs."""
+"""Attention over keys and values of 8, 4, 3 and 2 bits, in blocks of slabs."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ WIDE = 64
 
 
 def few_bits(bits: int, lengths: list[int], dtype: torch.dtype) -> tuple[QuantizedKV, QuantizedKV]:
-    """Room for so many positions of a head in 4 or 2 bits: blocks of slabs, and rings for the reference."""
+    """Room for so many positions of a head in 4, 3 or 2 bits: blocks of slabs, and rings for the reference."""
     line, places = WIDE * bits // 8, -(-max(lengths) // kv_format.BLOCK) * kv_format.BLOCK
     widths = [(line, torch.uint8), (kv_format.block_scales(WIDE), torch.float16)]
     widths += [(line, torch.uint8), (1, torch.float16)]
@@ -118,6 +118,8 @@ def few_bits(bits: int, lengths: list[int], dtype: torch.dtype) -> tuple[Quantiz
     [
         (4, torch.float32, CausalMask()),
         (4, torch.bfloat16, CausalMask(window=65)),
+        (3, torch.float32, CausalMask(window=65)),
+        (3, torch.bfloat16, CausalMask()),
         (2, torch.bfloat16, CausalMask()),
         (2, torch.float32, CausalMask(window=65)),
     ],
@@ -143,7 +145,7 @@ def test_keys_in_codes_of_their_blocks(bits: int, dtype: torch.dtype, mask: Caus
         starts = starts + torch.tensor(counts)
 
 
-@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("bits", [4, 3, 2])
 def test_codes_of_blocks_have_the_same_bits_for_any_cut_and_neighbor(bits: int) -> None:
     length, params, mask, pieces = 130, AttentionParams(0.2), CausalMask(), []
     k, v, q = (torch.randn(2, length, heads, WIDE) for heads in (1, 1, 2))

@@ -147,6 +147,7 @@ def test_padding_is_not_read_and_gives_zeros(variant: str, name: str) -> None:
 POLICIES = {
     "8 bits": kv.Quantized(8),
     "4 bits": kv.Quantized(4),
+    "3 bits": kv.Quantized(3),
     "2 bits": kv.Quantized(2),
     "8 bits, h2o": kv.H2O(budget=20, recent=4, sinks=1, storage=kv.Quantized(8)),
     "4 bits, recent": kv.Recent(budget=20, sinks=2, storage=kv.Quantized(4)),

@@ -59,6 +59,7 @@ class KVWidth(StrEnum):
 
     eight = "8"
     four = "4"
+    three = "3"
     two = "2"
 
 

@@ -196,7 +196,7 @@ def info() -> list[dict[str, str]]:
 
 _TRITON = (
     "attend", "attend_latent", "attend_chosen", "choose_positions", "8-bit keys and values",
-    "4-bit and 2-bit keys and values", "append", "rope", "linear", "per_head_matmul", "norm", "glu", "choose_experts",
+    "4-, 3- and 2-bit keys and values", "append", "rope", "linear", "per_head_matmul", "norm", "glu", "choose_experts",
     "experts", "argmax", "sample", "causal_conv", "gated_norm", "gated_delta_rule", "linear_attention", "ssd",
     "selective_scan", "rg_lru", "wkv",
 )  # fmt: skip

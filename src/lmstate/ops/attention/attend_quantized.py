@@ -2,10 +2,10 @@
 
 Keys and values go through a Hadamard transform first, so that no channel stands out (QuaRot, 2404.00456). Values are
 codes as soon as they are stored, with a scale for each vector. So are keys of 8 bits, and of any width where tokens do
-not stay together (slots that a policy evicts from). Else keys of 4 and 2 bits have a scale for each channel of a block
-of positions (KIVI, 2402.02750), and are codes once their block is whole; the newest are also floats, in a ring. A query
-sees floats of the keys in its own block of positions, codes of those before it: by its position alone, however the
-tokens came.
+not stay together (slots that a policy evicts from). Else keys of 4 bits or fewer have a scale for each channel of a
+block of positions (KIVI, 2402.02750), and are codes once their block is whole; the newest are also floats, in a ring. A
+query sees floats of the keys in its own block of positions, codes of those before it: by its position alone, however
+the tokens came.
 """
 
 from __future__ import annotations

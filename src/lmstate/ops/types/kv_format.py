@@ -1,9 +1,10 @@
 """Keys and values in a few bits a number: what codes, scales and middles stand for.
 
 A vector is transformed so that no number of it stands out; `x = scale * code`, one scale, or one for each group of a
-long vector, float16. Codes of 8 bits are int8; of 4 and 2 bits they are -7.5, -6.5 .. 7.5 and -1.5 .. 1.5, stored as
-the difference from the least. A byte holds 2 or 4: number i of the n of a vector is field `i // (n * bits / 8)` of byte
-`i % (n * bits / 8)`, the lowest bits first.
+long vector, float16. Codes of 8 bits are int8; of 4, 3 and 2 bits they are -7.5, -6.5 .. 7.5, -3.5 .. 3.5 and
+-1.5 .. 1.5, stored as the difference from the least. A byte holds 2 or 4: number i of the n of a vector is field
+`i // (n * bits / 8)` of byte `i % (n * bits / 8)`, the lowest bits first. Of 3 bits the lower two are stored as those
+of 2 bits; after these, the third of field f of byte b is bit `b % 2 * 4 + f` of byte `b // 2`.
 
 Of a block of `BLOCK` positions: `x = scale * code + middle`, a scale and a middle for each channel. The codes of a
 channel are those of a vector. Across the block's slots are the codes, channel by channel; all scales, then all middles.
@@ -12,6 +13,7 @@ channel are those of a vector. Across the block's slots are the codes, channel b
 from __future__ import annotations
 
 from functools import lru_cache
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -39,7 +41,7 @@ def group_of(dim: int, bits: int, most: int = GROUP) -> int:
             return dim // parts
     raise ValueError(
         f"Quantized(bits={bits}) was asked for, and the model has vectors of {dim} numbers, which fill no bytes in "
-        f"{bits} bits each: those of a multiple of {8 // bits} do; Quantized(bits=8) stores vectors of any width"
+        f"{bits} bits each: those of a multiple of {8 // gcd(8, bits)} do; Quantized(bits=8) stores any width"
     )
 
 
@@ -97,6 +99,10 @@ def decode_blocks(codes: Tensor, scales: Tensor, bits: int, dtype: torch.dtype =
 
 def packed(numbers: Tensor, bits: int) -> Tensor:
     """uint8 `[..., D]` -> `[..., D * bits / 8]`"""
+    if bits == 3:
+        fields = torch.arange(4, dtype=torch.uint8, device=numbers.device)[:, None]
+        thirds = ((numbers >> 2).unflatten(-1, (4, -1)) << fields).sum(-2, dtype=torch.uint8)  # [..., D / 4]
+        return torch.cat([packed(numbers & 3, 2), thirds[..., ::2] | thirds[..., 1::2] << 4], dim=-1)
     parts = numbers.chunk(8 // bits, dim=-1)
     whole = parts[0]
     for index, part in enumerate(parts[1:], 1):
@@ -106,6 +112,10 @@ def packed(numbers: Tensor, bits: int) -> Tensor:
 
 def unpacked(codes: Tensor, bits: int) -> Tensor:
     """uint8 `[..., D * bits / 8]` -> `[..., D]`"""
+    if bits == 3:
+        lower, thirds = codes.split([codes.shape[-1] // 3 * 2, codes.shape[-1] // 3], dim=-1)
+        thirds = torch.stack([thirds & 15, thirds >> 4], dim=-1).flatten(-2)  # [..., D / 4]
+        return unpacked(lower, 2) | torch.cat([thirds >> field & 1 for field in range(4)], dim=-1) << 2
     return torch.cat([codes >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], dim=-1)
 
 

@@ -24,25 +24,44 @@ def _rotated(x, x_other, cos, sin, first):
 
 
 @triton.jit
-def _fields(packed, LINES: tl.constexpr, BYTES: tl.constexpr, BITS: tl.constexpr):
-    """The numbers of the format (`kv_format`) in lines of bytes [LINES, BYTES], float32 [LINES, BYTES * 8 / BITS]."""
-    FIELDS: tl.constexpr = 8 // BITS
+def _fields(packed, thirds, LINES: tl.constexpr, BYTES: tl.constexpr, BITS: tl.constexpr):
+    """The numbers of the format (`kv_format`) in lines of bytes [LINES, BYTES], float32 [LINES, BYTES * FIELDS].
+
+    thirds: of 3 bits, for each of these bytes the one that has the third bits of its fields; else nothing.
+    """
+    LOWER: tl.constexpr = 2 if BITS == 3 else BITS
+    FIELDS: tl.constexpr = 8 // LOWER
     MOST: tl.constexpr = ((1 << BITS) - 1) / 2
-    shift = (tl.arange(0, FIELDS) * BITS).to(tl.uint8)
-    number = (packed[:, None, :] >> shift[None, :, None]) & ((1 << BITS) - 1)
+    field = tl.arange(0, FIELDS)
+    shift = (field * LOWER).to(tl.uint8)
+    number = (packed[:, None, :] >> shift[None, :, None]) & ((1 << LOWER) - 1)
+    if BITS == 3:
+        place = (tl.arange(0, BYTES)[None, :] % 2 * 4 + field[:, None]).to(tl.uint8)
+        number = number | ((thirds[:, None, :] >> place[None, :, :]) & 1) << 2
     return tl.reshape(number.to(tl.float32) - MOST, [LINES, FIELDS * BYTES])
+
+
+@triton.jit
+def _of_block(at, head, heads, LINE: tl.constexpr):
+    """The places in a block [64, heads, LINE] of bytes of a head, which follow each other across its slots."""
+    return at // LINE * (heads * LINE) + head * LINE + at % LINE
 
 
 @triton.jit
 def _block_keys(codes, scales, head, heads, held, BITS: tl.constexpr, D: tl.constexpr, ELEMENT: tl.constexpr):
     """Keys of a whole block as ELEMENT [D, 64], whose channels have a scale and a middle each."""
     CHANNEL: tl.constexpr = TILE * BITS // 8  # bytes
+    BYTES: tl.constexpr = TILE // 4 if BITS == 3 else CHANNEL
     LINE: tl.constexpr = D * BITS // 8  # bytes of a slot
     NUMBERS: tl.constexpr = (2 * D + TILE - 1) // TILE  # of float16 in a slot
     d = tl.arange(0, D)
-    at = d[:, None] * CHANNEL + tl.arange(0, CHANNEL)[None, :]
-    at = at // LINE * (heads * LINE) + head * LINE + at % LINE
-    numbers = _fields(tl.load(codes + at, mask=held, other=0), D, CHANNEL, BITS)
+    at = d[:, None] * CHANNEL + tl.arange(0, BYTES)[None, :]
+    packed = tl.load(codes + _of_block(at, head, heads, LINE), mask=held, other=0)
+    thirds = packed
+    if BITS == 3:
+        at = d[:, None] * CHANNEL + BYTES + tl.arange(0, BYTES)[None, :] // 2
+        thirds = tl.load(codes + _of_block(at, head, heads, LINE), mask=held, other=0)
+    numbers = _fields(packed, thirds, D, BYTES, BITS)
     block = scales + head * NUMBERS
     scale = tl.load(block + d // NUMBERS * (heads * NUMBERS) + d % NUMBERS, mask=held, other=0.0)
     e = d + D
@@ -136,8 +155,14 @@ def _part(
                 v_block = pointer(tl.load(values + row * entries + tile), STORED)
                 if CODED:
                     LINE: tl.constexpr = DV * BITS // 8
-                    at = head * LINE + offsets[:, None] * (heads * LINE) + tl.arange(0, LINE)[None, :]
-                    v = _fields(tl.load(v_block + at, mask=stored[:, None], other=0), TILE, LINE, BITS).to(ELEMENT)
+                    BYTES: tl.constexpr = DV // 4 if BITS == 3 else LINE
+                    line = v_block + head * LINE + offsets[:, None] * (heads * LINE)
+                    byte = tl.arange(0, BYTES)[None, :]
+                    packed = tl.load(line + byte, mask=stored[:, None], other=0)
+                    thirds = packed
+                    if BITS == 3:
+                        thirds = tl.load(line + BYTES + byte // 2, mask=stored[:, None], other=0)
+                    v = _fields(packed, thirds, TILE, BYTES, BITS).to(ELEMENT)
                 else:
                     v_at = v_block + head * DV + offsets[:, None] * (heads * DV) + dv[None, :]
                     v = tl.load(v_at, mask=inside, other=0)
@@ -368,7 +393,8 @@ def _rounded(x):
 
 @triton.jit
 def _coded(x, N: tl.constexpr, BITS: tl.constexpr):
-    """Lines x [LINES, N] in few bits: codes, int8 or bytes [LINES, N * BITS / 8], and scales float16 [LINES]."""
+    """Lines x [LINES, N] in few bits: codes, int8 or bytes [LINES, N * BITS / 8], bytes of third bits, and scales
+    float16 [LINES]. Of 3 bits the codes are N / 4 bytes and the third bits N / 8; else the latter are nothing."""
     MOST: tl.constexpr = 127.0 if BITS == 8 else ((1 << BITS) - 1) / 2
     scale = tl.max(tl.abs(x), 1) / MOST
     if BITS == 2:
@@ -376,13 +402,20 @@ def _coded(x, N: tl.constexpr, BITS: tl.constexpr):
     scale = tl.minimum(scale, 65504.0).to(tl.float16)
     x = x / tl.where(scale == 0, 1.0, scale.to(tl.float32))[:, None]
     if BITS == 8:
-        return tl.minimum(tl.maximum(_rounded(x), -127.0), 127.0).to(tl.int8), scale
+        codes = tl.minimum(tl.maximum(_rounded(x), -127.0), 127.0).to(tl.int8)
+        return codes, codes, scale
     else:
-        FIELDS: tl.constexpr = 8 // BITS
+        LOWER: tl.constexpr = 2 if BITS == 3 else BITS
+        FIELDS: tl.constexpr = 8 // LOWER
         number = tl.minimum(tl.maximum(_rounded(x + MOST), 0.0), 2 * MOST).to(tl.int32)
         field = tl.reshape(number, [x.shape[0], FIELDS, N // FIELDS])
-        field = field << (tl.arange(0, FIELDS) * BITS)[None, :, None]
-        return tl.sum(field, 1).to(tl.uint8), scale
+        place = tl.arange(0, FIELDS)[None, :, None]
+        lower = tl.sum((field & ((1 << LOWER) - 1)) << place * LOWER, 1).to(tl.uint8)
+        if BITS == 3:
+            thirds = tl.reshape(tl.sum((field >> 2) << place, 1), [x.shape[0], N // 8, 2])
+            return lower, tl.sum(thirds << (tl.arange(0, 2) * 4)[None, None, :], 2).to(tl.uint8), scale
+        else:
+            return lower, lower, scale
 
 
 @triton.jit
@@ -396,6 +429,7 @@ def append_codes(
     [64, K] of float16.
     """
     LINE: tl.constexpr = D * BITS // 8
+    BYTES: tl.constexpr = D // 4 if BITS == 3 else LINE
     row = tl.program_id(0)
     token = tl.program_id(1)
     if token < tl.load(counts + row):
@@ -403,12 +437,14 @@ def append_codes(
         entry = row * entries + position // TILE
         head = tl.arange(0, KP)
         d = tl.arange(0, D)
-        i = tl.arange(0, LINE)
         inside = (head < K)[:, None]
         x = tl.load(new + ((row * width + token) * K + head[:, None]) * D + d[None, :], mask=inside, other=0.0)
-        numbers, scale = _coded(_hadamard(x, KP, D, LOG_D), D, BITS)
+        numbers, thirds, scale = _coded(_hadamard(x, KP, D, LOG_D), D, BITS)
         block = pointer(tl.load(codes + entry), tl.int8 if BITS == 8 else tl.uint8)
-        tl.store(block + ((position % TILE) * K + head[:, None]) * LINE + i[None, :], numbers, mask=inside)
+        line = block + ((position % TILE) * K + head[:, None]) * LINE
+        tl.store(line + tl.arange(0, BYTES)[None, :], numbers, mask=inside)
+        if BITS == 3:
+            tl.store(line + BYTES + tl.arange(0, D // 8)[None, :], thirds, mask=inside)
         scale_block = pointer(tl.load(scales + entry), tl.float16)
         tl.store(scale_block + (position % TILE) * K + head, scale, mask=head < K)
 
@@ -424,6 +460,7 @@ def encode_blocks(
     8] of bytes; and [64, K, n] of float16, for scales and middles of channels.
     """
     CHANNEL: tl.constexpr = TILE * BITS // 8
+    BYTES: tl.constexpr = TILE // 4 if BITS == 3 else CHANNEL
     LINE: tl.constexpr = D * BITS // 8
     NUMBERS: tl.constexpr = (2 * D + TILE - 1) // TILE
     row = tl.program_id(0)
@@ -438,10 +475,13 @@ def encode_blocks(
         x = tl.load(at + (p[None, :] * K + head) * D + d[:, None]).to(tl.float32)
         middle = (tl.min(x, 1) + tl.max(x, 1)) * 0.5
         middle = tl.minimum(tl.maximum(middle, -65504.0), 65504.0).to(tl.float16)
-        numbers, scale = _coded(x - middle.to(tl.float32)[:, None], TILE, BITS)
-        to = d[:, None] * CHANNEL + tl.arange(0, CHANNEL)[None, :]
+        numbers, thirds, scale = _coded(x - middle.to(tl.float32)[:, None], TILE, BITS)
+        to = d[:, None] * CHANNEL + tl.arange(0, BYTES)[None, :]
         into = pointer(tl.load(codes + entry), tl.uint8)
-        tl.store(into + to // LINE * (K * LINE) + head * LINE + to % LINE, numbers)
+        tl.store(into + _of_block(to, head, K, LINE), numbers)
+        if BITS == 3:
+            to = d[:, None] * CHANNEL + BYTES + tl.arange(0, TILE // 8)[None, :]
+            tl.store(into + _of_block(to, head, K, LINE), thirds)
         beside = pointer(tl.load(scales + entry), tl.float16) + head * NUMBERS
         e = d + D
         tl.store(beside + d // NUMBERS * (K * NUMBERS) + d % NUMBERS, scale)

@@ -31,10 +31,10 @@ class Dense(Storage):
 
 @dataclass(frozen=True)
 class Quantized(Storage):
-    """In 8, 4 or 2 bits an element; each token is quantized once.
+    """In 8, 4, 3 or 2 bits an element; each token is quantized once.
 
     Keys and values go through an orthogonal transform first (Hadamard; as in QuaRot, 2404.00456), so that no channel
-    stands out, with a scale per token and head. Keys of 4 and 2 bits have a scale and a zero point for each channel
+    stands out, with a scale per token and head. Keys of 4 bits or fewer have a scale and a zero point for each channel
     of 64 positions instead (KIVI, 2402.02750). Until these are complete, the newest keys are kept as floats. Under a
     policy that evicts, keys are stored as values are. Latents have scales for at most 64 elements of a token.
     `ops.types.kv_format` says what is stored.
@@ -43,5 +43,5 @@ class Quantized(Storage):
     bits: int = 8
 
     def __post_init__(self) -> None:
-        if whole_number(self.bits, "bits of Quantized") not in (8, 4, 2):
-            raise StateError(f"Quantized(bits={self.bits}) was asked for; there are 8, 4 and 2")
+        if whole_number(self.bits, "bits of Quantized") not in (8, 4, 3, 2):
+            raise StateError(f"Quantized(bits={self.bits}) was asked for; there are 8, 4, 3 and 2")

@@ -1,4 +1,4 @@
-"""Attention states that keep every token in 8 or 4 bits an element: full, of a window, latent."""
+"""Attention states that keep every token in 8 bits or fewer an element: full, of a window, latent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention states that keep every token in 4 or 2 bits an element, and the newest keys as floats too."""
+"""Attention states that keep every token in 4, 3 or 2 bits an element, and the newest keys as floats too."""
 
 from __future__ import annotations
 

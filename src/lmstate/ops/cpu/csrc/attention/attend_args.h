@@ -51,11 +51,12 @@ typedef struct {
 
 /* Keys and values in few bits, beside the attend_args of their layer, whose slots are those of the codes.
  *
- * Vectors go through a Hadamard transform and have a scale each: codes -127..127 of 8 bits, or of 4 and 2 bits 0..2n
- * that mean -n..n; element i of a vector of D is the field i / (D * bits / 8) of byte i % (D * bits / 8). With a
- * tail keys are in blocks of CODE_BLOCK positions: a channel is a vector, with scale and middle, and the vectors of a
- * block follow each other across its slots. The newest keys are also floats, transformed, in the ring of `tail` slots
- * that attend_args names: a query sees floats of its own block of positions, codes of those before it. */
+ * Vectors go through a Hadamard transform and have a scale each: codes -127..127 of 8 bits, or of fewer bits 0..2n that
+ * mean -n..n; element i of a vector of D is the field i / (D * bits / 8) of byte i % (D * bits / 8). Of 3 bits the
+ * lower two are stored as those of 2 bits; after these, the third of field f of byte b is bit b % 2 * 4 + f of byte
+ * b / 2. With a tail keys are in blocks of CODE_BLOCK positions: a channel is a vector, with scale and middle, and the
+ * vectors of a block follow each other across its slots. The newest keys are also floats, transformed, in the ring of
+ * `tail` slots that attend_args names: a query sees floats of its own block of positions, codes of those before it. */
 typedef struct {
   uint8_t *k, *v;              /* [R, K, S, D * bits / 8], contiguous */
   uint16_t *k_scale, *v_scale; /* float16 [R, K, S, n]; a block of keys has all scales, then all middles */

@@ -34,7 +34,7 @@ INLINE __m512i paired(__m256i low, __m256i high) {
 
 /* Keys that are a block of codes, channel by channel. */
 static void lay_channels(const stored *x, int64_t slot, int64_t dim, int64_t bits, uint32_t *to) {
-  const int kind = bits == 4 ? CODES4 : CODES2, fields = fields_of(kind), bytes = SUB / fields;
+  const int kind = codes_of_bits(bits), fields = fields_of(kind), bytes = SUB / fields;
   const uint8_t *codes = (const uint8_t *)x->data + slot * x->slot;
   float scale[2 * MAX_DIM + VL];
   floats_of_f16(x->scale + slot * block_scales(dim), scale, 2 * dim);
@@ -44,7 +44,7 @@ static void lay_channels(const stored *x, int64_t slot, int64_t dim, int64_t bit
       float numbers[SUB];
       for (int i = 0; i < bytes; i += VL) {
         vf each[4];
-        load_fields(kind, codes, (d + c) * bytes + i, each);
+        load_fields(kind, codes, (d + c) * SUB * bits / 8, bytes, i, each);
         for (int f = 0; f < fields; f++)
           vf_store(numbers + f * bytes + i, vf_fma(each[f], vf_set1(scale[d + c]), vf_set1(scale[dim + d + c])));
       }

@@ -54,8 +54,18 @@ INLINE uint8_t code_of(float x, float step, float most) {
   return (uint8_t)fmaxf(0, fminf(2 * most, nearbyintf(x / step + most)));
 }
 
+/* Number d of n. */
+INLINE void put_code(uint8_t *codes, int64_t n, int64_t d, int64_t bits, uint8_t code) {
+  const int64_t bytes = n * (bits == 3 ? 2 : bits) / 8, field = d / bytes, byte = d % bytes;
+  if (bits != 3) {
+    codes[byte] |= (uint8_t)(code << field * bits);
+    return;
+  }
+  codes[byte] |= (uint8_t)((code & 3) << field * 2);
+  codes[bytes + byte / 2] |= (uint8_t)((code >> 2) << (byte % 2 * 4 + field));
+}
+
 static void encode_vector(const float *x, int64_t n, int64_t bits, uint8_t *codes, uint16_t *scale) {
-  const int64_t bytes = n * bits / 8;
   float largest = 0, squares = 0;
   for (int64_t d = 0; d < n; d++) largest = fmaxf(largest, fabsf(x[d])), squares += x[d] * x[d];
   const float most = most_of(bits), step = step_of(largest, squares, n, bits, scale);
@@ -63,8 +73,8 @@ static void encode_vector(const float *x, int64_t n, int64_t bits, uint8_t *code
     for (int64_t d = 0; d < n; d++) codes[d] = (uint8_t)(int8_t)fmaxf(-most, fminf(most, nearbyintf(x[d] / step)));
     return;
   }
-  memset(codes, 0, (size_t)bytes);
-  for (int64_t d = 0; d < n; d++) codes[d % bytes] |= (uint8_t)(code_of(x[d], step, most) << d / bytes * bits);
+  memset(codes, 0, (size_t)(n * bits / 8));
+  for (int64_t d = 0; d < n; d++) put_code(codes, n, d, bits, code_of(x[d], step, most));
 }
 
 /* Offset of one position of a head in the codes or in the scales; each position has `bytes` of them. */

@@ -25,11 +25,11 @@ INLINE void expand_kind(const uint8_t *codes, uint16_t scale, int64_t dim, int k
   vf each[4];
   int64_t d = 0;
   for (; d + VL <= part; d += VL) {
-    load_fields(kind, codes, d, each);
+    load_fields(kind, codes, 0, part, d, each);
     UNROLL for (int f = 0; f < fields; f++) vf_store(x + f * part + d, vf_mul(each[f], times));
   }
   if (d < part) {
-    load_fields_part(kind, codes, d, (int)(part - d), each);
+    load_fields_part(kind, codes, 0, part, d, (int)(part - d), each);
     for (int f = 0; f < fields; f++) store_part(x + f * part + d, vf_mul(each[f], times), (int)(part - d));
   }
   round_pairs(x, dim, to);
@@ -38,6 +38,7 @@ INLINE void expand_kind(const uint8_t *codes, uint16_t scale, int64_t dim, int k
 static void expand_codes(const uint8_t *codes, uint16_t scale, int64_t dim, int64_t bits, uint16_t *to) {
   if (bits == 8) expand_kind(codes, scale, dim, CODES8, to);
   else if (bits == 4) expand_kind(codes, scale, dim, CODES4, to);
+  else if (bits == 3) expand_kind(codes, scale, dim, CODES3, to);
   else expand_kind(codes, scale, dim, CODES2, to);
 }
 

@@ -46,7 +46,7 @@ static __attribute__((noinline)) void add_extra_key(const attend_args *a, const 
  * too. */
 INLINE void score_block(const attend_args *a, const source *s, const float *const *q, int queries, int64_t block,
                         float (*scores)[SUB], int kind) {
-  const int fields = fields_of(kind), bytes = SUB / fields; /* of a channel */
+  const int fields = fields_of(kind), bytes = SUB / fields, channel = SUB * bits_of_codes(kind) / 8;
   const int64_t dim = a->dim;
   const uint8_t *codes = (const uint8_t *)s->k.data + block * s->k.slot;
   float scale[2 * MAX_DIM + VL], scaled[TILE][MAX_DIM + VL];
@@ -69,8 +69,9 @@ INLINE void score_block(const attend_args *a, const source *s, const float *cons
       UNROLL for (int n = 0; n < 4; n++) acc[j][n] = constant[j];
     for (int64_t d = 0; d < dim; d++) {
       vf k[4];
-      UNROLL for (int n = 0; n < 4; n += fields) load_fields(kind, codes, d * bytes + part + n / fields * VL, k + n);
-      if (d * bytes % 64 == 0 && !part) prefetch_ahead(kind, codes, d * bytes, s->k.ahead);
+      UNROLL for (int n = 0; n < 4; n += fields)
+        load_fields(kind, codes, d * channel, bytes, part + n / fields * VL, k + n);
+      if (d * channel % 64 < channel && !part) prefetch_ahead(kind, codes, d * channel, s->k.ahead);
       UNROLL for (int j = 0; j < queries; j++) {
         const vf x = vf_set1(scaled[j][d]);
         UNROLL for (int n = 0; n < 4; n++) acc[j][n] = vf_fma(x, k[n], acc[j][n]);
@@ -119,6 +120,7 @@ KIND(bf16, BF16)
 KIND(f16, F16)
 KIND(int8, CODES8)
 KIND(int4, CODES4)
+KIND(int3, CODES3)
 KIND(int2, CODES2)
 #define BLOCKS(name, kind) \
   static void score_blocks_##name(const attend_args *a, const source *s, const float *const *q, int queries, \
@@ -127,16 +129,17 @@ KIND(int2, CODES2)
     FOR_QUERIES(score_block(a, s, q, N, block, scores, kind)) \
   }
 BLOCKS(int4, CODES4)
+BLOCKS(int3, CODES3)
 BLOCKS(int2, CODES2)
+static score_kind *const scores_of[] = {score_f32, score_bf16, score_f16, score_int8, score_int4, score_int3, score_int2};
+static value_kind *const adds_of[] = {add_f32, add_bf16, add_f16, add_int8, add_int4, add_int3, add_int2};
 
 /* What a kv head has stored as floats, and as codes; where keys are in blocks, the newest keys are floats and all
  * values codes. */
 static source floats_of(const attend_args *a, const attend_plan *all, int64_t r, int64_t kv) {
-  static score_kind *const scores[] = {score_f32, score_bf16, score_f16};
-  static value_kind *const adds[] = {add_f32, add_bf16, add_f16};
   const int64_t size = size_of((int)a->kind), slots = all->codes ? all->codes->tail : a->slots;
   const int64_t row = r * a->table_row, k_head = kv * a->k_head, v_head = kv * a->v_head;
-  source s = {.score = scores[a->kind], .add = adds[a->kind]};
+  source s = {.score = scores_of[a->kind], .add = adds_of[a->kind]};
   if (a->k_table) {
     s.k = stored_in_blocks(a->k_table + row, a->table_row, a->block, k_head, a->k_slot, size);
     if (a->v_table) s.v = stored_in_blocks(a->v_table + row, a->table_row, a->block, v_head, a->v_slot, size);
@@ -167,9 +170,9 @@ static source codes_of(const attend_args *a, const codes_args *c, int64_t r, int
     s.k = stored_in_ring(c->k, first * k, c->k_scale + first * scales, a->slots, k, 1);
     s.v = stored_in_ring(c->v, first * v, c->v_scale + first, a->slots, v, 1);
   }
-  s.add = c->bits == 8 ? add_int8 : c->bits == 4 ? add_int4 : add_int2;
-  if (c->tail) s.score = c->bits == 4 ? score_blocks_int4 : score_blocks_int2;
-  else s.score = c->bits == 8 ? score_int8 : c->bits == 4 ? score_int4 : score_int2;
+  s.add = adds_of[codes_of_bits(c->bits)];
+  if (c->tail) s.score = c->bits == 4 ? score_blocks_int4 : c->bits == 3 ? score_blocks_int3 : score_blocks_int2;
+  else s.score = scores_of[codes_of_bits(c->bits)];
   return s;
 }
 

@@ -51,7 +51,7 @@ INLINE void score(const float *const *q, int queries, const void *key, int64_t s
       UNROLL for (int j = 0; j < queries; j++)
         UNROLL for (int f = 0; f < fields; f++) x[j][f] = vf_load(q[j] + f * part + d);
       UNROLL for (int n = 0; n < 4; n++) {
-        load_fields(kind, key, rows[n] + d, k);
+        load_fields(kind, key, rows[n], part, d, k);
         UNROLL for (int f = 0; f < fields; f++)
           UNROLL for (int j = 0; j < queries; j++) acc[j][n] = vf_fma(x[j][f], k[f], acc[j][n]);
       }
@@ -62,7 +62,7 @@ INLINE void score(const float *const *q, int queries, const void *key, int64_t s
       UNROLL for (int j = 0; j < queries; j++)
         UNROLL for (int f = 0; f < fields; f++) x[j][f] = load_part(F32, q[j], f * part + d, rest);
       UNROLL for (int n = 0; n < 4; n++) {
-        load_fields_part(kind, key, rows[n] + d, rest, k);
+        load_fields_part(kind, key, rows[n], part, d, rest, k);
         UNROLL for (int f = 0; f < fields; f++)
           UNROLL for (int j = 0; j < queries; j++) acc[j][n] = vf_fma(x[j][f], k[f], acc[j][n]);
       }
@@ -89,7 +89,7 @@ INLINE void add_vectors(const partial_softmax *to, int queries, const void *valu
     vf v[4], w[TILE];
     UNROLL for (int j = 0; j < queries; j++) w[j] = vf_set1(weights[j][at + t]);
     UNROLL for (int i = 0; i < vectors; i++) {
-      load_fields(kind, value, t * stride + d + i * VL, v);
+      load_fields(kind, value, t * stride, part, d + i * VL, v);
       if (i * VL * size_of(kind) % 64 == 0) prefetch_ahead(kind, value, t * stride + d + i * VL, ahead);
       UNROLL for (int f = 0; f < fields; f++)
         UNROLL for (int j = 0; j < queries; j++) acc[j][i][f] = vf_fma(w[j], v[f], acc[j][i][f]);
@@ -107,7 +107,7 @@ INLINE void add_part(const partial_softmax *to, int queries, const void *value, 
   UNROLL for (int j = 0; j < queries; j++)
     UNROLL for (int f = 0; f < fields; f++) acc[j][f] = load_part(F32, to[j].values, f * part + d, rest);
   for (int64_t t = 0; t < count; t++) {
-    load_fields_part(kind, value, t * stride + d, rest, v);
+    load_fields_part(kind, value, t * stride, part, d, rest, v);
     UNROLL for (int j = 0; j < queries; j++)
       UNROLL for (int f = 0; f < fields; f++) acc[j][f] = vf_fma(vf_set1(weights[j][at + t]), v[f], acc[j][f]);
   }

@@ -50,6 +50,20 @@ INLINE void vf_load_fields2(const uint8_t *p, vf *fields) {
   fields[2] = from_middle(_mm256_and_si256(_mm256_srli_epi32(bytes, 4), three), 1.5f);
   fields[3] = from_middle(_mm256_srli_epi32(bytes, 6), 1.5f);
 }
+/* The third bits of two bytes of quarters are in one. */
+INLINE void vf_load_fields3(const uint8_t *p, const uint8_t *third, vf *fields) {
+  int32_t pairs;
+  memcpy(&pairs, third, 4);
+  const __m128i both = _mm_cvtsi32_si128(pairs);
+  __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+  __m256i high = _mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_unpacklo_epi8(both, both)), 2);
+  high = _mm256_srlv_epi32(high, _mm256_setr_epi32(0, 4, 0, 4, 0, 4, 0, 4));
+  UNROLL for (int f = 0; f < 4; f++) {
+    const __m256i low = _mm256_and_si256(_mm256_srli_epi32(bytes, 2 * f), _mm256_set1_epi32(3));
+    const __m256i four = _mm256_and_si256(_mm256_srli_epi32(high, f), _mm256_set1_epi32(4));
+    fields[f] = from_middle(_mm256_or_si256(low, four), 3.5f);
+  }
+}
 /* A span of bfloat12.h, in order. */
 INLINE void vf_load_bfloat12(const uint8_t *lows, const uint8_t *codes, const uint8_t *table, vf *out) {
   const __m256i highs = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));

@@ -66,6 +66,19 @@ INLINE void vf_load_fields2(const uint8_t *p, vf *fields) {
   fields[2] = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), values);
   fields[3] = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 6), values);
 }
+/* The third bits of two bytes of quarters are in one. */
+INLINE void vf_load_fields3(const uint8_t *p, const uint8_t *third, vf *fields) {
+  const vf values = _mm512_setr_ps(-3.5f, -2.5f, -1.5f, -0.5f, -3.5f, -2.5f, -1.5f, -0.5f,
+                                   -3.5f, -2.5f, -1.5f, -0.5f, -3.5f, -2.5f, -1.5f, -0.5f);
+  const __m128i both = _mm_loadl_epi64((const __m128i *)third);
+  const __m512i high = _mm512_cvtepu8_epi32(_mm_unpacklo_epi8(both, both));
+  const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+  UNROLL for (int f = 0; f < 4; f++) {
+    const vf low = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 2 * f), values);
+    const __mmask16 set = _mm512_test_epi32_mask(high, _mm512_set1_epi64(((int64_t)16 << f) << 32 | (int64_t)1 << f));
+    fields[f] = _mm512_mask_add_ps(low, set, low, _mm512_set1_ps(4));
+  }
+}
 /* A span of bfloat12.h, in order. */
 INLINE void vf_load_bfloat12(const uint8_t *lows, const uint8_t *codes, const uint8_t *table, vf *out) {
   const __m512i highs = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table));

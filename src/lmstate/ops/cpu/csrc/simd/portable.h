@@ -36,6 +36,14 @@ INLINE void vf_load_fields2(const uint8_t *p, vf *fields) {
   for (int f = 0; f < 4; f++)
     for (int i = 0; i < VL; i++) fields[f][i] = (float)(p[i] >> 2 * f & 3) - 1.5f;
 }
+/* The third bits of two bytes of quarters are in one. */
+INLINE void vf_load_fields3(const uint8_t *p, const uint8_t *third, vf *fields) {
+  for (int f = 0; f < 4; f++)
+    for (int i = 0; i < VL; i++) {
+      const int high = third[i / 2] >> (4 * (i % 2) + f) & 1;
+      fields[f][i] = (float)((p[i] >> 2 * f & 3) + 4 * high) - 3.5f;
+    }
+}
 /* A span of bfloat12.h, in order. */
 INLINE void vf_load_bfloat12(const uint8_t *lows, const uint8_t *codes, const uint8_t *table, vf *out) {
   for (int i = 0; i < 64; i++) {

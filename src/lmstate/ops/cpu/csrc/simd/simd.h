@@ -22,10 +22,12 @@
 
 /* How keys, values and float weights are stored; lmstate.ops.cpu has the same numbers. Then codes of keys and values,
  * of which a byte holds several: a vector of bytes is a vector of each of its fields, the lowest bits first, 0..n that
- * stand for -n/2..n/2. */
-enum { F32 = 0, BF16 = 1, F16 = 2, CODES8 = 3, CODES4 = 4, CODES2 = 5 };
+ * stand for -n/2..n/2. The third bits of CODES3 are in bytes of their own after those of the other two. */
+enum { F32 = 0, BF16 = 1, F16 = 2, CODES8 = 3, CODES4 = 4, CODES3 = 5, CODES2 = 6 };
 INLINE int size_of(int kind) { return kind == F32 ? 4 : kind <= F16 ? 2 : 1; }
-INLINE int fields_of(int kind) { return kind == CODES4 ? 2 : kind == CODES2 ? 4 : 1; }
+INLINE int fields_of(int kind) { return kind == CODES4 ? 2 : kind >= CODES3 ? 4 : 1; }
+INLINE int codes_of_bits(int64_t bits) { return bits == 8 ? CODES8 : bits == 4 ? CODES4 : bits == 3 ? CODES3 : CODES2; }
+INLINE int bits_of_codes(int kind) { return kind == CODES8 ? 8 : kind == CODES4 ? 4 : kind == CODES3 ? 3 : 2; }
 
 INLINE float from_bits(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
 INLINE uint32_t to_bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
@@ -111,20 +113,25 @@ INLINE vf load_part(int kind, const void *base, int64_t i, int n) {
   return load(kind, buffer, 0);
 }
 
-INLINE void load_fields(int kind, const void *base, int64_t i, vf *fields) {
-  if (kind == CODES4) vf_load_fields4((const uint8_t *)base + i, fields);
-  else if (kind == CODES2) vf_load_fields2((const uint8_t *)base + i, fields);
-  else fields[0] = load(kind, base, i);
+/* Of the vector that begins at element i, whose fields have `part` numbers each: those from d on. */
+INLINE void load_fields(int kind, const void *base, int64_t i, int64_t part, int64_t d, vf *fields) {
+  const uint8_t *codes = (const uint8_t *)base + i;
+  if (kind == CODES4) vf_load_fields4(codes + d, fields);
+  else if (kind == CODES3) vf_load_fields3(codes + d, codes + part + d / 2, fields);
+  else if (kind == CODES2) vf_load_fields2(codes + d, fields);
+  else fields[0] = load(kind, base, i + d);
 }
 
-INLINE void load_fields_part(int kind, const void *base, int64_t i, int n, vf *fields) {
+INLINE void load_fields_part(int kind, const void *base, int64_t i, int64_t part, int64_t d, int n, vf *fields) {
   if (kind <= CODES8) {
-    fields[0] = load_part(kind, base, i, n);
+    fields[0] = load_part(kind, base, i + d, n);
     return;
   }
-  uint8_t buffer[VL] = {0};
-  memcpy(buffer, (const uint8_t *)base + i, (size_t)n);
-  load_fields(kind, buffer, 0, fields);
+  uint8_t buffer[2 * VL] = {0};
+  const uint8_t *codes = (const uint8_t *)base + i;
+  memcpy(buffer, codes + d, (size_t)n);
+  if (kind == CODES3) memcpy(buffer + VL, codes + part + d / 2, (size_t)n / 2);
+  load_fields(kind, buffer, 0, VL, 0, fields);
 }
 
 INLINE void floats_of_f16(const uint16_t *x, float *y, int64_t n) { /* y has room for VL more */
