@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -18,6 +23,27 @@ def wait_until(condition: Callable[[], object], seconds: float = GUARD) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not come to pass"
         time.sleep(0.01)
+
+
+@contextmanager
+def ctrl_c() -> Iterator[Callable[[], None]]:
+    """A Ctrl-C for any thread to press: it returns when the main thread has been interrupted."""
+    heard, before = threading.Event(), signal.getsignal(signal.SIGINT)
+
+    def interrupt(number: int, frame: FrameType | None) -> Any:
+        heard.set()
+        assert callable(before)
+        return before(number, frame)
+
+    def press() -> None:
+        signal.raise_signal(signal.SIGINT)
+        assert heard.wait(GUARD)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield press
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def patient(monkeypatch: pytest.MonkeyPatch, seconds: float = GUARD) -> None:

@@ -7,7 +7,6 @@ import re
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from time import sleep
 from typing import Any, cast
 
 import pytest
@@ -20,6 +19,7 @@ from lmstate.cli.chat.conversation import ChatConversation
 from lmstate.cli.chat.slash_commands import COMMANDS, AskQuestion, run_command
 from lmstate.engine.session_record import Record
 from tests.cli.scripted import Templated
+from tests.waiting import ctrl_c
 from tests.zoo import VOCAB, ours
 
 EOS = VOCAB - 1
@@ -236,11 +236,10 @@ def test_an_edited_question_without_an_answer_leaves_the_last_turn(
     def fail(*given: Any, **options: Any) -> Any:  # on the thread of the engine
         if stop == "it fails":
             raise ValueError("the state is full")
-        signal.raise_signal(signal.SIGINT)
-        sleep(0.1)
+        press()
         return call(*given, **options)
 
-    with monkeypatch.context() as patched:
+    with ctrl_c() as press, monkeypatch.context() as patched:
         patched.setattr(type(conversation.model), "__call__", fail)
         with pytest.raises((ValueError, KeyboardInterrupt)):
             list(conversation.edit("three"))

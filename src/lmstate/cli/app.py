@@ -94,7 +94,7 @@ def root(
 
     MODEL is an alias (smollm2), a directory with config.json and safetensors, a .gguf file, or a Hugging Face Hub id.
 
-    --install-completion lets the shell complete commands and options.
+    --install-completion installs shell completion for commands and options.
 
     \b
     Examples:

@@ -60,22 +60,28 @@ def bench(
     models: Annotated[
         list[str] | None, typer.Argument(metavar="MODEL...", help="Aliases, directories, .gguf files or Hub ids.")
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="Tokens of each decode.")] = 32,
-    prompts: Annotated[str, typer.Option("--prompts", metavar="N,...", help="Tokens of each prompt.")] = PROMPTS,
-    near: Annotated[str, typer.Option("--near", metavar="N,...", help="Tokens before each decode.")] = HELD,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="The median of this many is shown.")] = 3,
+    tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="Number of tokens to decode.")] = 32,
+    prompts: Annotated[
+        str, typer.Option("--prompts", metavar="N,...", help="Lengths of the prompts, in tokens.")
+    ] = PROMPTS,
+    near: Annotated[
+        str, typer.Option("--near", metavar="N,...", help="Context lengths to decode at, in tokens.")
+    ] = HELD,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Number of rounds; the median is shown.")] = 3,
     weights: options.Weights = options.WeightKind.auto,
     activations: options.Activations = options.ActivationBits.auto,
     threads: options.Threads = None,
     device: options.Device = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with the seconds of every round.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object with the seconds of every round.")
+    ] = False,
     report: Annotated[
-        bool, typer.Option("--report", help="A table in Markdown, a line for each model, to paste into an issue.")
+        bool, typer.Option("--report", help="Print a Markdown table, one line per model, to paste into an issue.")
     ] = False,
 ) -> None:
-    """Time models on this machine: prompts of several lengths, and tokens one by one.
+    """Measure the speed of prefill and decode on this machine.
 
-    Every number is the median of the rounds, which go through all lines one after the other.
+    Each number is the median of the rounds. Each round measures every line once.
 
     \b
     Examples:

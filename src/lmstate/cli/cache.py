@@ -73,7 +73,7 @@ def _folders(root: Path, pattern: re.Pattern[str]) -> list[Path]:
 
 @cache.command("list")
 def list_() -> None:
-    """List downloads and conversions: of which model, size, age.
+    """List downloads and conversions with model, size and age.
 
     \b
     Examples:
@@ -92,13 +92,17 @@ def list_() -> None:
 
 @cache.command("remove")
 def remove(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Names or models of `list`, kinds.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME", help="Names or models from `list`, or a kind.")
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="All downloads and conversions.")] = False,
 ) -> None:
-    """Remove downloads and conversions; they are made again when a model is next loaded.
+    """Remove downloads and conversions.
 
-    NAME is the beginning of a name that `lmstate cache list` shows, a model for all that there is of it, or `download`
-    or `conversion` for all of a kind.
+    They are made again when the model is next loaded.
+
+    NAME is the beginning of a name in `lmstate cache list`, a model for everything of that model, or `download` or
+    `conversion` for everything of that kind.
 
     \b
     Examples:
@@ -122,7 +126,9 @@ def remove(
 
 @cache.command("prune")
 def prune() -> None:
-    """Remove conversions whose model is gone, and what downloads that broke off have left for a day.
+    """Remove conversions without a model and broken downloads.
+
+    A broken download is removed when it is a day old.
 
     \b
     Examples:

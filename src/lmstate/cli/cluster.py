@@ -18,21 +18,22 @@ if TYPE_CHECKING:
 SERVER = "http://127.0.0.1:8080"
 COLUMNS = ("rank", "process", "takes", "waiting", "reading", "answering", "sessions", "hit rate", "seconds to wait")
 
-cluster = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Run replicas of a model on Ray, and look after them."
-)
+cluster = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Run and manage replicas of a model on Ray.")
 
 Store = Annotated[
-    str | None, typer.Option("--store", metavar="URL", help="A store that all replicas share; none: no sessions.")
+    str | None,
+    typer.Option("--store", metavar="URL", help="Store that all replicas share. Without one there are no sessions."),
 ]
-Replicas = Annotated[int, typer.Option("--replicas", min=1, help="Engines, in processes of their own.")]
+Replicas = Annotated[int, typer.Option("--replicas", min=1, help="Number of engines, each in a process of its own.")]
 Parallel = Annotated[
-    int, typer.Option("--parallel", metavar="N", min=1, help="Processes of the CPU that share a replica's weights.")
+    int, typer.Option("--parallel", metavar="N", min=1, help="Processes on the CPU that split a replica's weights.")
 ]
 Set = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="NAME=VALUE", help="Other options of the engines: weights, rows, memory, threads, kv_bits, ..."
+        "--set",
+        metavar="NAME=VALUE",
+        help="Another engine option: weights, rows, memory, threads, kv_bits, ... Repeatable.",
     ),
 ]
 
@@ -40,10 +41,12 @@ Set = Annotated[
 @cluster.command("status")
 def status(
     url: Url = SERVER,
-    session: Annotated[str | None, typer.Option("--session", help="Where this session was answered last.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    session: Annotated[
+        str | None, typer.Option("--session", help="Show which replica answered this session last.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show the replicas of a server: their work, their sessions, and how much of the prompts they reused.
+    """Show the replicas of a server: load, sessions, hit rate.
 
     \b
     Examples:
@@ -76,15 +79,17 @@ def row(replica: dict[str, Any]) -> list[str]:
 
 @cluster.command("drain")
 def drain(
-    rank: Annotated[str, typer.Argument(metavar="RANK|all", help="The replica, as `status` shows it.")],
+    rank: Annotated[str, typer.Argument(metavar="RANK|all", help="Rank of the replica in `status`, or all.")],
     seconds: Annotated[
-        float, typer.Option("--seconds", min=0, max=600, help="That its answers may go on; then they move.")
+        float, typer.Option("--seconds", min=0, max=600, help="Time for running answers to end; the others move.")
     ] = 0.0,
     url: Url = SERVER,
 ) -> None:
-    """Have replicas end: their answers end or go on elsewhere, their sessions are stored, and Ray replaces them.
+    """Drain replicas and let Ray replace them.
 
-    With `all`, one after the other, each once the one before it was replaced.
+    Answers end or move to another replica, and sessions are stored first.
+
+    `all` drains one replica after another; each waits until the previous one is replaced.
 
     \b
     Examples:
@@ -119,14 +124,16 @@ def deploy(
     store: Store = None,
     replicas: Replicas = 2,
     host: Annotated[
-        str, typer.Option("--host", help="Where its nodes listen; others than loopback need an API key there.")
+        str, typer.Option("--host", help="Address that its nodes listen on; any but loopback needs an API key there.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 8000,
-    name: Annotated[str, typer.Option("--name", help="Of the application on Ray Serve.")] = "lmstate",
+    name: Annotated[str, typer.Option("--name", help="Name of the application on Ray Serve.")] = "lmstate",
     parallel: Parallel = 1,
     settings: Set = None,
 ) -> None:
-    """Run replicas and their front on a Ray cluster, and leave them there. `lmstate serve --replicas` needs no cluster.
+    """Start replicas and their front on a Ray cluster.
+
+    They keep running when the command ends. `lmstate serve --replicas` needs no cluster.
 
     \b
     Examples:
@@ -149,15 +156,17 @@ def yaml(
     store: Store = None,
     replicas: Replicas = 2,
     max_replicas: Annotated[
-        int | None, typer.Option("--max-replicas", min=1, help="Scale up to this many when prompts wait.")
+        int | None, typer.Option("--max-replicas", min=1, help="Scale up to this many replicas when prompts wait.")
     ] = None,
-    image: Annotated[str, typer.Option("--image", help="A container image with lmstate[ray].")] = "lmstate:latest",
-    name: Annotated[str, typer.Option("--name", help="Of the service.")] = "lmstate",
-    pod_memory: Annotated[str, typer.Option("--pod-memory", metavar="SIZE", help="Memory of a pod.")] = "16Gi",
+    image: Annotated[str, typer.Option("--image", help="Container image with lmstate[ray].")] = "lmstate:latest",
+    name: Annotated[str, typer.Option("--name", help="Name of the service.")] = "lmstate",
+    pod_memory: Annotated[str, typer.Option("--pod-memory", metavar="SIZE", help="Memory per pod.")] = "16Gi",
     parallel: Parallel = 1,
     settings: Set = None,
 ) -> None:
-    """Write a RayService for KubeRay, with one engine a pod, and a network policy.
+    """Print a RayService for KubeRay, with a network policy.
+
+    Each pod has one engine.
 
     \b
     Examples:

@@ -15,12 +15,15 @@ from lmstate.cli.output import note, size
 
 def convert(
     model: options.ModelName,
-    out: Annotated[Path, typer.Argument(metavar="OUT", file_okay=False, help="A folder that is empty, or not there.")],
-    weights: Annotated[options.WeightKind, typer.Option("--weights", help="How the matrices are stored.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", file_okay=False, help="Output folder; must be empty or absent.")
+    ],
+    weights: Annotated[options.WeightKind, typer.Option("--weights", help="Storage of the matrices.")],
 ) -> None:
-    """Write a model with its matrices in another storage, so that it loads without rounding again.
+    """Write a model with its matrices in another storage.
 
-    OUT loads with the bits that MODEL has with the same --weights. Integers are stored as MLX stores them.
+    OUT gives the same bits as MODEL loaded with the same --weights, and loads faster. int4 and int8 are stored as in
+    MLX.
 
     \b
     Examples:
@@ -29,7 +32,7 @@ def convert(
     """
     options.refuse_unknown(model)
     if out.is_dir() and os.listdir(out):
-        raise typer.BadParameter(f"{out} is not empty: name a folder that is empty or not there")
+        raise typer.BadParameter(f"{out} is not empty: name an empty or a new folder")
     if not out.absolute().parent.is_dir():
         raise typer.BadParameter(f"{out}: there is no folder {out.absolute().parent}; make it first")
     options.import_library()

@@ -17,7 +17,7 @@ def demo(
 ) -> None:
     """Ask two questions on one state.
 
-    The second continues the state of the first, and feeds only what is new.
+    The second continues from the state of the first and computes only what is new.
 
     \b
     Examples:

@@ -12,9 +12,9 @@ LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "huggingface-hub", "
 
 
 def doctor() -> None:
-    """Show versions, the processor, and what runs on it.
+    """Show versions, the processor and the native operations.
 
-    Paste it into a bug report.
+    Include its output in a bug report.
 
     \b
     Examples:

@@ -16,24 +16,27 @@ from lmstate.cli.chat.input import as_text
 def embed(
     model: options.ModelName,
     texts: Annotated[
-        list[str] | None, typer.Argument(metavar="TEXT...", help="Texts; by default the lines of standard input.")
+        list[str] | None, typer.Argument(metavar="TEXT...", help="Texts; default: the lines of stdin.")
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Option("--file", "-f", metavar="FILE", exists=True, dir_okay=False, help="A text in each line."),
+        typer.Option("--file", "-f", metavar="FILE", exists=True, dir_okay=False, help="File with one text per line."),
     ] = None,
     pooling: Annotated[
-        options.PoolingKind | None, typer.Option("--pooling", help="By default what the checkpoint says, else mean.")
+        options.PoolingKind | None, typer.Option("--pooling", help="Default: the checkpoint's own, else mean.")
     ] = None,
     dimensions: Annotated[
-        int | None, typer.Option("--dimensions", min=1, metavar="N", help="Only the first N numbers of each.")
+        int | None,
+        typer.Option("--dimensions", min=1, metavar="N", help="Keep only the first N numbers of each embedding."),
     ] = None,
     weights: options.Weights = options.WeightKind.auto,
     activations: options.Activations = options.ActivationBits.auto,
     threads: options.Threads = None,
     device: options.Device = None,
 ) -> None:
-    """Write the embedding of each text as a line of JSON: numbers whose squares add up to 1.
+    """Print the embeddings of texts, one JSON line per text.
+
+    Embeddings have length 1.
 
     \b
     Examples:

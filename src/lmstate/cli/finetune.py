@@ -22,79 +22,95 @@ def finetune(
     model: options.ModelName,
     data: Annotated[
         Path,
-        typer.Argument(metavar="DATA.jsonl", help="Lines of JSON; or a .txt or .md.", exists=True, dir_okay=False),
+        typer.Argument(
+            metavar="DATA.jsonl", help="Training data: JSON lines, or a .txt or .md file.", exists=True, dir_okay=False
+        ),
     ],
     out: Annotated[
         Path,
-        typer.Option("--out", "-o", metavar="FOLDER", help="Where the result and checkpoints go.", file_okay=False),
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="FOLDER",
+            help="Folder for the adapter or model and its checkpoints.",
+            file_okay=False,
+        ),
     ],
     full: Annotated[bool, typer.Option("--full", help="Train every weight instead of an adapter.")] = False,
     adapter: Annotated[
-        AdapterKind | None, typer.Option("--adapter", help="The kind of adapter; by default lora.", show_default=False)
+        AdapterKind | None, typer.Option("--adapter", help="Kind of adapter. Default: lora.", show_default=False)
     ] = None,
-    rank: Annotated[int | None, typer.Option("--rank", min=1, help="Of lora, loha, lokr; by default 8.")] = None,
+    rank: Annotated[int | None, typer.Option("--rank", min=1, help="Rank of lora, loha and lokr. Default: 8.")] = None,
     alpha: Annotated[
-        float | None, typer.Option("--alpha", help="These are multiplied by alpha / rank; by default 16.")
+        float | None, typer.Option("--alpha", help="The update is multiplied by alpha / rank. Default: 16.")
     ] = None,
     targets: Annotated[
         str | None,
         typer.Option(
             "--targets",
-            help="Modules with an adapter, separated by commas; all-linear: all of them, the default except of ia3.",
+            help="Modules to adapt, separated by commas, or all-linear. Default: all-linear, for ia3 its own.",
         ),
     ] = None,
     positions: Annotated[
         int | None,
         typer.Option(
-            "--positions", min=1, help="Of prompt and prefix (by default 20), adaption-prompt (by default 10)."
+            "--positions", min=1, help="Learned positions. Default: 20 for prompt and prefix, 10 for adaption-prompt."
         ),
     ] = None,
     layers: Annotated[
-        int | None, typer.Option("--layers", min=1, help="Last layers with an adaption-prompt; by default all.")
+        int | None,
+        typer.Option("--layers", min=1, help="Give an adaption-prompt to this many last layers. Default: all."),
     ] = None,
-    rslora: Annotated[bool, typer.Option("--rslora", help="Multiply by alpha / sqrt(rank).")] = False,
-    dora: Annotated[bool, typer.Option("--dora", help="Train magnitudes apart from directions (DoRA).")] = False,
-    epochs: Annotated[
-        float, typer.Option("--epochs", help="Passes over the documents, above 0; --steps overrides.")
-    ] = 1.0,
-    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps of the optimizer.")] = None,
-    rate: Annotated[float, typer.Option("--lr", min=0.0, help="The highest learning rate.")] = 2e-4,
+    rslora: Annotated[bool, typer.Option("--rslora", help="Multiply by alpha / sqrt(rank) instead.")] = False,
+    dora: Annotated[bool, typer.Option("--dora", help="Train magnitude and direction separately (DoRA).")] = False,
+    epochs: Annotated[float, typer.Option("--epochs", help="Passes over the documents; --steps overrides it.")] = 1.0,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Number of optimizer steps.")] = None,
+    rate: Annotated[float, typer.Option("--lr", min=0.0, help="Peak learning rate.")] = 2e-4,
     warmup: Annotated[
-        float, typer.Option("--warmup", min=0.0, max=1.0, help="Share of the steps that it rises.")
+        float, typer.Option("--warmup", min=0.0, max=1.0, help="Share of the steps over which the learning rate rises.")
     ] = 0.03,
-    weight_decay: Annotated[float, typer.Option("--weight-decay", min=0.0)] = 0.0,
-    clip: Annotated[float, typer.Option("--clip", min=0.0, help="Most that the gradients' norm may be; 0: any.")] = 1.0,
-    batch_tokens: Annotated[int, typer.Option("--batch-tokens", min=1, help="Tokens of a batch, with padding.")] = 4096,
-    accumulate: Annotated[int, typer.Option("--accumulate", min=1, help="Batches of a step.")] = 1,
-    chunk: Annotated[int, typer.Option("--chunk", min=1, help="Tokens of a row that are computed at a time.")] = 512,
+    weight_decay: Annotated[float, typer.Option("--weight-decay", min=0.0, help="Weight decay of AdamW.")] = 0.0,
+    clip: Annotated[
+        float, typer.Option("--clip", min=0.0, help="Clip the norm of the gradients to this; 0: no clipping.")
+    ] = 1.0,
+    batch_tokens: Annotated[int, typer.Option("--batch-tokens", min=1, help="Tokens per batch, with padding.")] = 4096,
+    accumulate: Annotated[int, typer.Option("--accumulate", min=1, help="Batches per optimizer step.")] = 1,
+    chunk: Annotated[int, typer.Option("--chunk", min=1, help="Tokens of a row that are computed at once.")] = 512,
     checkpoint_layers: Annotated[
-        bool, typer.Option("--checkpoint-layers", help="Compute each layer once more backward: less memory, more time.")
+        bool,
+        typer.Option(
+            "--checkpoint-layers", help="Compute each layer again in the backward pass: less memory, more time."
+        ),
     ] = False,
     evaluate: Annotated[
         float, typer.Option("--eval-split", min=0.0, max=0.9, help="Share of the documents to evaluate on.")
     ] = 0.0,
-    evaluate_every: Annotated[int, typer.Option("--eval-every", min=0, help="Steps; 0: at the end.")] = 0,
+    evaluate_every: Annotated[
+        int, typer.Option("--eval-every", min=0, help="Steps between evaluations; 0: only at the end.")
+    ] = 0,
     save_every: Annotated[
-        int, typer.Option("--save-every", min=0, help="Steps between checkpoints; 0: at the end.")
+        int, typer.Option("--save-every", min=0, help="Steps between checkpoints; 0: only at the end.")
     ] = 100,
-    seed: Annotated[int, typer.Option("--seed", help="Of the order of the documents and of a new adapter.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in FOLDER, to the bit.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="FOLDER may hold other files.")] = False,
+    seed: Annotated[int, typer.Option("--seed", help="Seed for the order of the documents and a new adapter.")] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the checkpoint in FOLDER, with the same bits.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Write into FOLDER even if it has other files.")] = False,
     weights: options.Weights = options.WeightKind.auto,
     threads: Annotated[
-        str | None, typer.Option("--threads", metavar="N|auto", help="Threads to compute on; by default torch's.")
+        str | None, typer.Option("--threads", metavar="N|auto", help="Number of threads. Default: torch's.")
     ] = None,
     device: options.Device = None,
 ) -> None:
-    """Train a model on documents, by default a LoRA adapter beside its weights.
+    """Train a LoRA or other adapter, or the whole model.
 
-    --adapter takes lora, loha, lokr and ia3, which update matrices, prompt and prefix, which learn positions in front
-    of every text, and adaption-prompt (LLaMA-Adapter).
+    lora, loha, lokr and ia3 change matrices. prompt and prefix learn positions before every text. adaption-prompt is
+    LLaMA-Adapter.
 
-    A line of DATA.jsonl is {"messages": [...]} (and "tools"), of which the assistant's answers are learned, {"prompt":
-    ..., "completion": ...}, {"text": ...}, or a line of ShareGPT or Alpaca; a .txt is one document. Long documents are
-    computed in chunks, with the gradients of the whole. Ctrl-C ends with a checkpoint, from which --resume goes on. The
-    adapter in FOLDER is that of the newest checkpoint.
+    A line of DATA.jsonl is {"messages": [...]} (and "tools"), {"prompt": ..., "completion": ...}, {"text": ...}, or a
+    line of ShareGPT or Alpaca. Of messages, the assistant's answers are learned. A .txt file is one document. Long
+    documents are computed in chunks, with the same gradients. Ctrl-C writes a checkpoint, and --resume continues from
+    it. The adapter in FOLDER is that of the newest checkpoint.
 
     \b
     Examples:
@@ -151,7 +167,7 @@ def finetune(
             note(f"{out} holds no checkpoint: training from the start")
         finished = _told(training, save_every, evaluate_every)
     if not finished:
-        note(f"stopped after step {training.step}; --resume goes on from there")
+        note(f"stopped after step {training.step}; --resume continues from there")
         raise typer.Exit(130)
     note(f"saved in {out}")
 

@@ -37,7 +37,8 @@ class GenerateRequest:
 def generate(
     model: options.ModelName,
     prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="Text; from stdin if `-`, or if absent and piped in.")
+        str | None,
+        typer.Argument(metavar="PROMPT", help="The prompt. With `-`, or without it when input is piped, stdin."),
     ] = None,
     prompt_file: Annotated[
         Path | None, typer.Option("--prompt-file", "-f", metavar="FILE", help="Read the prompt from this file.")
@@ -47,25 +48,23 @@ def generate(
         typer.Option(
             "--source",
             metavar="TEXT",
-            help="What a model with an encoder reads: a text to translate, say, or the name of a WAV file.",
+            help="Input of a model with an encoder: a text, for example to translate, or the name of a WAV file.",
         ),
     ] = None,
     language: Annotated[
-        str | None, typer.Option("--language", metavar="CODE", help="What is spoken in the --source; else found out.")
+        str | None, typer.Option("--language", metavar="CODE", help="Language spoken in --source; default: detect it.")
     ] = None,
-    translate: Annotated[bool, typer.Option("--translate", help="Translate the --source into English.")] = False,
+    translate: Annotated[bool, typer.Option("--translate", help="Translate --source into English.")] = False,
     image: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--image", metavar="FILE", help="A picture in front of the prompt, for a model that sees. Repeatable."
-        ),
+        typer.Option("--image", metavar="FILE", help="Image to put before the prompt, for a vision model. Repeatable."),
     ] = None,
     audio: Annotated[
         list[Path] | None,
         typer.Option(
             "--audio",
             metavar="FILE",
-            help="A sound in front of the prompt, of a WAV file, for a model that hears in conversations. Repeatable.",
+            help="WAV file to put before the prompt, for a model that takes audio in conversations. Repeatable.",
         ),
     ] = None,
     max_tokens: options.MaxTokens = 256,
@@ -92,15 +91,16 @@ def generate(
     system: options.System = None,
     chat: Annotated[
         bool | None,
-        typer.Option("--chat/--raw", help="As a question in the model's chat template, or as text to go on with."),
+        typer.Option("--chat/--raw", help="Use the model's chat template, or continue the text as it is."),
     ] = None,
     state: Annotated[
-        Path | None, typer.Option("--state", metavar="FILE", help="Go on from this saved state, computing it no more.")
+        Path | None,
+        typer.Option("--state", metavar="FILE", help="Continue from this saved state without computing it again."),
     ] = None,
     save_state: Annotated[
-        Path | None, typer.Option("--save-state", metavar="FILE", help="Write the state behind the answer to a file.")
+        Path | None, typer.Option("--save-state", metavar="FILE", help="Write the state after the answer to a file.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="--save-state may replace a file.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Let --save-state replace an existing file.")] = False,
     weights: options.Weights = options.WeightKind.auto,
     activations: options.Activations = options.ActivationBits.auto,
     ctx_size: options.ContextSize = None,
@@ -114,20 +114,23 @@ def generate(
     kv_bits: options.KVBits = None,
     carries: options.Carries = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object at the end: text, ids, finished, usage.")
+        bool, typer.Option("--json", help="Print one JSON object at the end: text, ids, finished, usage.")
     ] = False,
     logprobs: options.Logprobs = None,
     stats: Annotated[
-        bool | None, typer.Option("--stats/--no-stats", help="Counts and speed on stderr (if it is a terminal).")
+        bool | None,
+        typer.Option(
+            "--stats/--no-stats", help="Print token counts and speed to stderr. Default: if it is a terminal."
+        ),
     ] = None,
 ) -> None:
-    """Answer a prompt, or go on with a text.
+    """Answer a prompt, or continue a text.
 
-    The prompt is put in the model's chat template if it has one, as llama.cpp and mlx-lm do; --raw feeds it as it is.
-    Only the answer goes to stdout. Of a prompt from stdin or a file, one newline at the end is dropped.
+    If the model has a chat template, the prompt is a user message in it, as in llama.cpp and mlx-lm; --raw continues
+    the text as it is. Only the answer goes to stdout. One newline at the end of stdin or of a prompt file is dropped.
 
-    --state goes on from what --save-state wrote, or /save of a chat: from a conversation with the next question, from
-    a text with more of it; without a PROMPT the text goes on where it ended.
+    --state continues from a file written by --save-state or by /save in a chat. PROMPT is then the next message of a
+    conversation, or more text; without a PROMPT the text continues where it ended.
 
     \b
     Examples:
@@ -325,7 +328,7 @@ def _go_on(model: Model, state: State, path: Path, text: str, files: list[bytes]
     messages = messages_of(snapshot)
     if (chat or files) and messages is None:
         given = _option(files) if files else "--chat"
-        raise ValueError(f"{path} holds a text, no conversation; leave out {given} to go on with the text")
+        raise ValueError(f"{path} holds a text, not a conversation; leave out {given} to continue the text")
     state.restore(0, snapshot)
     if messages is None or chat is False or not (text or files):
         return GenerateRequest(state, model.tokenizer.encode(text, add_special_tokens=False) if text else [], None)

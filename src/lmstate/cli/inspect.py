@@ -15,7 +15,7 @@ def inspect(
     device: options.Device = None,
     mmproj: options.Mmproj = None,
 ) -> None:
-    """Show what a model is made of, and what its state costs; or what a saved conversation holds.
+    """Show a model's layers, sizes and state, or a saved state.
 
     \b
     Examples:

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from urllib.error import HTTPError
 
 ANSWER_SECONDS = 10.0  # that a server has to tell its models
-Url = Annotated[str, typer.Option("--url", metavar="URL", help="The server; its key is LMSTATE_API_KEY.")]
+Url = Annotated[
+    str, typer.Option("--url", metavar="URL", help="URL of the server. Its API key is read from LMSTATE_API_KEY.")
+]
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def _hub_models() -> list[LocalModel]:
 
 
 def pull(model: options.ModelName) -> None:
-    """Download a model, so that it is there when it is asked for.
+    """Download a model.
 
     \b
     Examples:
@@ -94,7 +96,7 @@ def pull(model: options.ModelName) -> None:
 
 
 def list_() -> None:
-    """List the models that were downloaded: name, size, age.
+    """List downloaded models with size and age.
 
     \b
     Examples:
@@ -108,9 +110,9 @@ def list_() -> None:
 
 
 def rm(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Names that `lmstate list` shows.")],
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Names from `lmstate list`.")],
 ) -> None:
-    """Remove models that were downloaded, and their conversions.
+    """Remove downloaded models and their conversions.
 
     \b
     Examples:
@@ -137,7 +139,7 @@ def rm(
 
 
 def ps(url: Url = "http://127.0.0.1:8080") -> None:
-    """List the models in the memory of a server.
+    """List the models that a server has in memory.
 
     \b
     Examples:
@@ -195,13 +197,15 @@ def _reason(error: HTTPError) -> str:
 
 def run(
     model: options.ModelName,
-    prompt: Annotated[list[str] | None, typer.Argument(metavar="PROMPT...", help="One answer, then the end.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT...", help="Prompt for a single answer; without it, a chat.")
+    ] = None,
     system: options.System = None,
     temperature: options.Temperature = None,
     ctx_size: options.ContextSize = None,
     device: options.Device = None,
 ) -> None:
-    """Answer a prompt, or talk where there is none: `generate` or `chat` with their usual settings.
+    """Answer a prompt, or chat if there is none.
 
     \b
     Examples:

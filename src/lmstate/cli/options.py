@@ -83,7 +83,7 @@ ModelName = Annotated[
 Weights = Annotated[WeightKind, typer.Option("--weights", help="How the weights are stored in memory.")]
 Activations = Annotated[
     ActivationBits,
-    typer.Option("--activations", help="Bits of the activations that int4 and int8 weights multiply on the CPU."),
+    typer.Option("--activations", help="Bits per activation in products with int4 and int8 weights, on the CPU."),
 ]
 Adapter = Annotated[
     Path | None,
@@ -92,7 +92,7 @@ Adapter = Annotated[
         metavar="FOLDER",
         exists=True,
         file_okay=False,
-        help="A PEFT adapter to run beside the weights.",
+        help="PEFT adapter to apply to the model.",
     ),
 ]
 Mmproj = Annotated[
@@ -100,89 +100,109 @@ Mmproj = Annotated[
     typer.Option(
         "--mmproj",
         metavar="FILE",
-        help="The vision tower of a .gguf model, llama.cpp's mmproj file: it sees then.",
+        help="Vision tower for a .gguf model: llama.cpp's mmproj file.",
     ),
 ]
 ContextSize = Annotated[
     int | None,
     typer.Option(
         "--ctx-size", "-c", metavar="N", min=1,
-        help="The most tokens that a text has. More than the model was made for stretches its positions by YaRN.",
+        help="Context length in tokens. Beyond the model's own length, positions are scaled by YaRN.",
     ),
 ]  # fmt: skip
-KVBits = Annotated[KVWidth | None, typer.Option("--kv-bits", help="Store keys and values in this many bits.")]
-Carries = Annotated[CarryWidth | None, typer.Option("--carries", help="Store what recurrences sum in this many bits.")]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", min=0, help="End after this many tokens.")]
+KVBits = Annotated[KVWidth | None, typer.Option("--kv-bits", help="Bits per stored key and value.")]
+Carries = Annotated[CarryWidth | None, typer.Option("--carries", help="Bits per number of a recurrent state.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", min=0, help="Maximum number of tokens to generate.")]
 Temperature = Annotated[
     float | None,
     typer.Option(
         "--temperature", "--temp", "-t", min=0.0,
-        help="0: the most likely token. This and the four below: by default what the model's makers suggest, else 0.",
+        help="0 is greedy. Default for this and the next four options: the checkpoint's own suggestion, else greedy.",
     ),
 ]  # fmt: skip
-TopK = Annotated[int | None, typer.Option("--top-k", min=0, help="Only the K most likely tokens; 0: all.")]
+TopK = Annotated[int | None, typer.Option("--top-k", min=0, help="Sample from the K most likely tokens; 0: from all.")]
 TopP = Annotated[
-    float | None, typer.Option("--top-p", min=0.0, max=1.0, help="The most likely tokens that hold this probability.")
+    float | None,
+    typer.Option(
+        "--top-p", min=0.0, max=1.0, help="Sample from the most likely tokens that together have this probability."
+    ),
 ]
 MinP = Annotated[
-    float | None, typer.Option("--min-p", min=0.0, max=1.0, help="Only tokens this probable, relative to the best.")
+    float | None,
+    typer.Option("--min-p", min=0.0, max=1.0, help="Drop tokens below this fraction of the best token's probability."),
 ]
 Penalty = Annotated[
-    float | None, typer.Option("--repetition-penalty", min=0.0, help="Above 1: tokens already there are less likely.")
+    float | None,
+    typer.Option(
+        "--repetition-penalty", min=0.0, help="Above 1, make tokens that are already in the text less likely."
+    ),
 ]
-Seed = Annotated[int | None, typer.Option("--seed", help="The same seed draws the same text.")]
-Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text. Repeatable.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Seed for sampling; the same seed gives the same text.")]
+Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop before this text. Repeatable.")]
 StopTokens = Annotated[
-    list[int] | None, typer.Option("--stop-token-id", metavar="ID", help="End at this token. Repeatable.")
+    list[int] | None, typer.Option("--stop-token-id", metavar="ID", help="Stop at this token id. Repeatable.")
 ]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence tokens.")]
-MinTokens = Annotated[int, typer.Option("--min-tokens", min=0, help="Do not end before this many tokens.")]
-Presence = Annotated[float, typer.Option("--presence-penalty", help="Taken off the logits of tokens in the answer.")]
-Frequency = Annotated[float, typer.Option("--frequency-penalty", help="The same, times how often they are in it.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at end-of-sequence tokens.")]
+MinTokens = Annotated[int, typer.Option("--min-tokens", min=0, help="Minimum number of tokens to generate.")]
+Presence = Annotated[
+    float,
+    typer.Option("--presence-penalty", help="Subtract this from the logits of tokens that the answer already has."),
+]
+Frequency = Annotated[
+    float, typer.Option("--frequency-penalty", help="Subtract this once for each time the answer has the token.")
+]
 LogitBias = Annotated[
-    list[str] | None, typer.Option("--logit-bias", metavar="ID=NUMBER", help="Add to a token's logit. Repeatable.")
+    list[str] | None,
+    typer.Option("--logit-bias", metavar="ID=NUMBER", help="Add a number to a token's logit. Repeatable."),
 ]
 NumBeams = Annotated[
     int,
-    typer.Option("--num-beams", min=1, help="Search this many answers at a time for the most likely; 1: no search."),
+    typer.Option("--num-beams", min=1, help="Number of beams for beam search; 1: no beam search."),
 ]
 LengthPenalty = Annotated[
-    float, typer.Option("--length-penalty", help="Above 0, a beam search favors long answers; below 0 short ones.")
+    float,
+    typer.Option("--length-penalty", help="In a beam search, above 0 favors longer answers and below 0 shorter ones."),
 ]
 EarlyStopping = Annotated[
-    bool, typer.Option("--early-stopping", help="A beam search ends with as many finished answers as beams.")
+    bool, typer.Option("--early-stopping", help="End a beam search when there are as many finished answers as beams.")
 ]
 ThinkingBudget = Annotated[
-    int | None, typer.Option("--thinking-budget", min=0, help="End the thinking section after this many tokens.")
+    int | None, typer.Option("--thinking-budget", min=0, help="Maximum number of tokens in the thinking section.")
 ]
 AnswerSchema = Annotated[
     str | None,
-    typer.Option("--json-schema", metavar="SCHEMA|@FILE", help="The answer is JSON that fits this schema."),
+    typer.Option(
+        "--json-schema", metavar="SCHEMA|@FILE", help="Constrain the answer to JSON that matches this schema."
+    ),
 ]
 AnswerRegex = Annotated[
-    str | None, typer.Option("--regex", metavar="PATTERN|@FILE", help="All of the answer matches this pattern.")
+    str | None,
+    typer.Option("--regex", metavar="PATTERN|@FILE", help="Constrain the whole answer to this regular expression."),
 ]
 AnswerGrammar = Annotated[
-    str | None, typer.Option("--grammar", metavar="GRAMMAR|@FILE", help="The answer is of this grammar: GBNF or Lark.")
+    str | None,
+    typer.Option("--grammar", metavar="GRAMMAR|@FILE", help="Constrain the answer to this grammar, in GBNF or Lark."),
 ]
 Logprobs = Annotated[
     int | None,
-    typer.Option("--logprobs", min=0, max=1024, help="With --json: log probabilities, and those of the K best tokens."),
+    typer.Option(
+        "--logprobs", min=0, max=1024, help="With --json, add log probabilities and those of the K most likely tokens."
+    ),
 ]
 Threads = Annotated[
     str | None,
     typer.Option(
         "--threads", metavar="N|auto",
-        help="Threads to compute on; auto: what measures best now. By default OMP_NUM_THREADS if it is set, else auto.",
+        help="Number of threads; auto measures which is fastest. Default: OMP_NUM_THREADS if it is set, else auto.",
     ),
 ]  # fmt: skip
 Device = Annotated[
     str | None,
     typer.Option(
         "--device", metavar="cpu|cuda|auto|DEVICE=BLOCKS,...",
-        help="Where the model runs, as torch names it; by default the CPU. Several share its blocks: cuda:0,cuda:1 by "
-        "bytes, cuda:0=20,cpu=12 as given; auto fills the GPUs first. cuda:0=20,offload=12 keeps weights of 12 in host "
-        "memory.",
+        help="Device in torch's names; default: cpu. Several devices share the blocks: cuda:0,cuda:1 splits them by "
+        "bytes, cuda:0=20,cpu=12 by number, auto fills the GPUs first. cuda:0=20,offload=12 keeps the weights of 12 "
+        "blocks in host memory.",
     ),
 ]  # fmt: skip
 
@@ -203,24 +223,25 @@ Parallel = Annotated[
     int,
     typer.Option(
         "--parallel", metavar="N", min=1, callback=_join_ranks,
-        help="Share weights and state over N processes of the CPU, started here or by torchrun.",
+        help="Split weights and state over N processes on the CPU, started here or by torchrun.",
     ),
 ]  # fmt: skip
 ParallelMode = Annotated[
     ParallelModes,
     typer.Option(
-        "--parallel-mode", help="exact: the bits of one process. sum: half of the exchanges, with bits of its own."
+        "--parallel-mode",
+        help="exact gives the same bits as one process. sum exchanges half as much, and its bits differ.",
     ),
 ]
 Draft = Annotated[
     str,
     typer.Option(
         "--draft", metavar="MODEL|text|heads|none",
-        help="Who proposes tokens to verify several at a step: the text so far, the model's own multi-token "
-        "prediction heads, an EAGLE-3 head, an assistant, or a smaller model. Changes no word.",
+        help="Source of draft tokens for speculative decoding: text already written, the model's own prediction heads, "
+        "or a folder or file with an EAGLE-3 head, an assistant or a smaller model. The answer does not change.",
     ),
 ]  # fmt: skip
-System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message that comes first.")]
+System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message at the beginning.")]
 
 
 def load_model(

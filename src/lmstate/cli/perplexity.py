@@ -18,20 +18,27 @@ def perplexity(
     model: options.ModelName,
     file: Annotated[
         Path,
-        typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A text in UTF-8."),
+        typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A text file in UTF-8."),
     ],
     window: Annotated[
         int | None,
-        typer.Option("--window", min=2, metavar="N", help="Tokens that a part of the text has (2048, or the context)."),
+        typer.Option(
+            "--window",
+            min=2,
+            metavar="N",
+            help="Tokens per window. Default: 2048, or the context length if it is shorter.",
+        ),
     ] = None,
     weights: options.Weights = options.WeightKind.auto,
     activations: options.Activations = options.ActivationBits.auto,
     ctx_size: options.ContextSize = None,
     threads: options.Threads = None,
     device: options.Device = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Write a JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
-    """Measure the perplexity of a text, in windows that each begin from an empty state. Lower is better.
+    """Measure the perplexity of a text. Lower is better.
+
+    Each window begins from an empty state.
 
     \b
     Examples:

@@ -34,8 +34,8 @@ def serve(
         list[str] | None,
         typer.Argument(
             metavar="[MODEL]...",
-            help="Alias, directory, .gguf file or Hub id; `lmstate models` lists some. One is loaded at once, several "
-            "when they are asked for.",
+            help="Alias, directory, .gguf file or Hub id; `lmstate models` lists some. A single model is loaded "
+            "at start, several models at their first request.",
             show_default=options.DEFAULT_MODEL,
         ),
     ] = None,
@@ -46,50 +46,64 @@ def serve(
             metavar="FOLDER",
             exists=True,
             file_okay=False,
-            help="Serve all models of a folder: .gguf files, and folders with a config.json.",
+            help="Serve all models in a folder: .gguf files, and folders with a config.json.",
         ),
     ] = None,
     max_loaded: Annotated[
         int | None,
-        typer.Option("--max-loaded", min=1, help="Models in memory at a time; others make room. By default all."),
+        typer.Option("--max-loaded", min=1, help="Maximum number of models in memory. Default: all."),
     ] = None,
     unload_after: Annotated[
         float | None,
-        typer.Option("--unload-after", min=1.0, metavar="SECONDS", help="Unload a model that rests for so long."),
+        typer.Option(
+            "--unload-after", min=1.0, metavar="SECONDS", help="Unload a model after this time without requests."
+        ),
     ] = None,
     lora: Annotated[
         list[str] | None,
-        typer.Option("--lora", metavar="NAME=FOLDER", help="Serve the model with an adapter too, by this name."),
+        typer.Option(
+            "--lora", metavar="NAME=FOLDER", help="Also serve the model with an adapter, under this name. Repeatable."
+        ),
     ] = None,
-    host: Annotated[str, typer.Option("--host", help="Where to listen; others than loopback need an API key.")] = (
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; any but loopback needs an API key.")] = (
         "127.0.0.1"
     ),
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 8080,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8080,
     rows: Annotated[
         int | None,
-        typer.Option("--rows", min=1, help="Answers that are worked on at a time (8 to 64, by the processors)."),
+        typer.Option(
+            "--rows",
+            min=1,
+            help="Maximum number of answers at the same time. Default: 8 to 64, by the number of processors.",
+        ),
     ] = None,
-    queue: Annotated[int, typer.Option("--queue", min=1, help="Requests that may wait; more get 429.")] = 256,
+    queue: Annotated[
+        int, typer.Option("--queue", min=1, help="Maximum number of waiting requests; further ones get 429.")
+    ] = 256,
     memory: Annotated[
-        str, typer.Option("--memory", metavar="SIZE", help="Of each model, for answers and kept prefixes.")
+        str, typer.Option("--memory", metavar="SIZE", help="Memory of each model for answers and stored prefixes.")
     ] = ("4GiB"),
     store: Annotated[
         str | None,
         typer.Option(
             "--store",
             metavar="FOLDER|URL",
-            help="Prefixes, sessions and responses survive in this folder, Redis or object store, for all servers that "
+            help="Keep prefixes, sessions and responses in this folder, Redis or object store. Several servers can "
             "share it.",
         ),
     ] = None,
     replicas: Annotated[
         int,
-        typer.Option("--replicas", min=1, help="Engines, in processes of their own on Ray Serve, that share --store."),
+        typer.Option(
+            "--replicas",
+            min=1,
+            help="Number of engines, each in a process of its own on Ray Serve. They share --store.",
+        ),
     ] = 1,
     cluster: Annotated[
         str | None,
         typer.Option(
-            "--cluster", metavar="ADDRESS", help="Run them on this Ray cluster, not on a Ray of this machine."
+            "--cluster", metavar="ADDRESS", help="Run the replicas on this Ray cluster instead of this machine."
         ),
     ] = None,
     max_itl: Annotated[
@@ -97,45 +111,59 @@ def serve(
         typer.Option(
             "--max-itl",
             metavar="MS",
-            help="Milliseconds between two tokens of an answer, at most, while other prompts are read (80). Larger "
-            "reads them faster.",
+            help="Longest time between two tokens of an answer while other prompts are read, in milliseconds. A larger "
+            "bound reads prompts faster. Default: 80.",
         ),
     ] = None,
     stall: Annotated[
         float | None,
-        typer.Option("--stall", help="The same as a multiple of the usual gap; with --max-itl the larger counts."),
+        typer.Option(
+            "--stall", help="The same bound as a multiple of the usual time; the larger of both counts. Default: 3."
+        ),
     ] = None,
     alias: Annotated[
-        list[str] | None, typer.Option("--alias", metavar="NAME", help="Another name to ask by; `*` for any.")
+        list[str] | None,
+        typer.Option("--alias", metavar="NAME", help="Another name for the model; `*`: any name. Repeatable."),
     ] = None,
     api_key_file: Annotated[
         Path | None,
         typer.Option(
-            "--api-key-file", metavar="FILE", exists=True, dir_okay=False, help="Keys, one a line (or LMSTATE_API_KEY)."
+            "--api-key-file",
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="File with API keys, one per line. Or set LMSTATE_API_KEY.",
         ),
     ] = None,
     shared: Annotated[
         bool,
-        typer.Option("--shared", help="All API keys share sessions, responses, conversations and prefixes."),
+        typer.Option("--shared", help="Let all API keys share sessions, responses, conversations and prefixes."),
     ] = False,
     allow_anonymous: Annotated[
-        bool, typer.Option("--allow-anonymous", help="Serve the network without a key. Everybody may ask.")
+        bool, typer.Option("--allow-anonymous", help="Serve the network without an API key.")
     ] = False,
     cors_origin: Annotated[
-        list[str] | None, typer.Option("--cors-origin", metavar="ORIGIN", help="Pages that may ask; `*` for all.")
+        list[str] | None,
+        typer.Option(
+            "--cors-origin", metavar="ORIGIN", help="Allow browser pages of this origin; `*`: of all. Repeatable."
+        ),
     ] = None,
     allow_image_urls: Annotated[
         list[str] | None,
         typer.Option(
-            "--allow-image-urls", metavar="HOST", help="Fetch pictures from there; `*.example.com`, or `*` for all."
+            "--allow-image-urls",
+            metavar="HOST",
+            help="Fetch images from this host; `*.example.com`, or `*` for all. Repeatable.",
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Of an answer that sets no limit.")] = 4096,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, help="Maximum number of tokens if a request sets none.")
+    ] = 4096,
     timeout: Annotated[
-        float | None, typer.Option("--timeout", min=0.001, metavar="SECONDS", help="End answers after so long.")
+        float | None, typer.Option("--timeout", min=0.001, metavar="SECONDS", help="Longest time for an answer.")
     ] = None,
     max_priority: Annotated[
-        int, typer.Option("--max-priority", min=0, help="Of a request; larger ones count as this.")
+        int, typer.Option("--max-priority", min=0, help="Highest priority that a request can have.")
     ] = 0,
     weights: options.Weights = options.WeightKind.auto,
     activations: options.Activations = options.ActivationBits.auto,
@@ -151,13 +179,13 @@ def serve(
     draft: Annotated[
         str,
         typer.Option(
-            "--draft", metavar="MODEL|text|heads|none", help="Who proposes tokens to verify several at a step."
+            "--draft", metavar="MODEL|text|heads|none", help="Source of draft tokens; see `lmstate generate --help`."
         ),
     ] = "auto",
     log_level: Annotated[
-        LogLevel, typer.Option("--log-level", help="Of the log; info has one line for each request.")
+        LogLevel, typer.Option("--log-level", help="Level of the log; info has one line per request.")
     ] = LogLevel.info,
-    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts to the log.")] = False,
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Also write prompts to the log.")] = False,
 ) -> None:
     """Serve models to OpenAI, Anthropic and other clients over HTTP.
 

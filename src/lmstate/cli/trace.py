@@ -12,21 +12,24 @@ from lmstate.cli import options
 
 def trace(
     model: options.ModelName,
-    other: Annotated[str, typer.Argument(metavar="OTHER", help="The model to compare with; it may be the same.")],
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="The text that both read.")] = "The quick brown fox",
+    other: Annotated[str, typer.Argument(metavar="OTHER", help="Model to compare with; can be the same.")],
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text that both models read.")] = "The quick brown fox",
     weights: options.Weights = options.WeightKind.auto,
     other_weights: Annotated[
-        options.WeightKind | None, typer.Option("--other-weights", help="The same for OTHER; by default as --weights.")
+        options.WeightKind | None,
+        typer.Option("--other-weights", help="Storage of OTHER's weights. Default: as --weights."),
     ] = None,
     tolerance: Annotated[
         float,
-        typer.Option("--tolerance", min=0.0, help="Ignore smaller differences, relative to the stream's size."),
+        typer.Option("--tolerance", min=0.0, help="Ignore differences below this, relative to the residual stream."),
     ] = 1e-5,
     threads: options.Threads = None,
     device: options.Device = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Write a JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
-    """Compare two models sublayer by sublayer, and name the first that differs. Both must have the same tokens.
+    """Find the first sublayer where two models differ.
+
+    Both must have the same tokenizer.
 
     \b
     Examples:

@@ -34,7 +34,7 @@ def chat(
     parallel: options.Parallel = 1,
     parallel_mode: options.ParallelMode = options.ParallelModes.exact,
     transcript: Annotated[
-        bool, typer.Option("--transcript", help="Write piped questions and commands to stdout too, each after `> `.")
+        bool, typer.Option("--transcript", help="Also write piped questions and commands to stdout, each after `> `.")
     ] = False,
     draft: options.Draft = "auto",
     adapter: options.Adapter = None,
@@ -42,14 +42,17 @@ def chat(
     kv_bits: options.KVBits = None,
     carries: options.Carries = None,
     stats: Annotated[
-        bool, typer.Option("--stats/--no-stats", help="After each answer: tokens fed and reused, and the speed.")
+        bool,
+        typer.Option(
+            "--stats/--no-stats", help="After each answer, print the tokens computed and reused, and the speed."
+        ),
     ] = True,
 ) -> None:
-    """Talk with a model. Its state goes on from turn to turn: each turn feeds only what is new.
+    """Chat with a model. Its state is kept between turns, so each turn computes only what is new.
 
     Ctrl-C stops the answer and keeps the conversation; /help lists the commands; Tab completes them; Ctrl-D leaves.
-    Questions may be piped in, one a line; the exit code is then 1 if one of them, or a command, failed. A line that
-    ends in a backslash goes on in the next; what is between two \"\"\" is one message.
+    Questions can be piped in, one per line; the exit code is then 1 if a question or a command failed. A backslash at
+    the end of a line continues the message on the next line, and \"\"\" begins and ends a message of several lines.
 
     \b
     Examples:
@@ -68,7 +71,7 @@ def chat(
         mmproj,
     )  # fmt: skip
     if not loaded.tokenizer.has_chat_template:
-        raise ValueError(f"{model} has no chat template; use `lmstate generate {model} --raw` to go on with a text")
+        raise ValueError(f"{model} has no chat template; use `lmstate generate {model} --raw` to continue a text")
     typed_in = sys.stdin.isatty()
     if typed_in:
         note(f"{model}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")

@@ -214,30 +214,30 @@ def _priced(cost: int) -> str:
 
 
 KEYS = {
-    "Ctrl-C": "stop the answer; what was said so far stays",
-    "\\": "at the end of a line: the message goes on in the next one",
+    "Ctrl-C": "stop the answer and keep what was said so far",
+    "\\": "at the end of a line: the message continues on the next line",
     '"""': "begins and ends a message of several lines",
 }
 COMMANDS: dict[str, Command] = {
     command.name: command
     for command in (
-        Command("/help", "show this", _help),
-        Command("/tokens", "how many tokens the state holds", _tokens),
-        Command("/memory", "bytes that the state holds, by layer kind", _memory),
-        Command("/undo [N]", "take back the last N turns (1), or the last /clear or /load", _undo),
-        Command("/edit TEXT", "ask TEXT in the place of the last question, with its files", _edit),
-        Command("/image FILE", "have a picture go with the next question", _image),
-        Command("/audio FILE", "have a sound go with the next question, of a WAV file", _audio),
-        Command("/regen", "answer the last question once more, in the place of its answer", _regenerate),
-        Command("/history", "what was said", _history),
+        Command("/help", "list the commands", _help),
+        Command("/tokens", "show the number of tokens in the state", _tokens),
+        Command("/memory", "show the bytes of the state by layer kind", _memory),
+        Command("/undo [N]", "undo the last N turns (default 1), or the last /clear or /load", _undo),
+        Command("/edit TEXT", "replace the last question with TEXT and keep its files", _edit),
+        Command("/image FILE", "attach a picture to the next question", _image),
+        Command("/audio FILE", "attach a WAV file to the next question", _audio),
+        Command("/regen", "replace the last answer with a new one", _regenerate),
+        Command("/history", "show the conversation", _history),
         Command("/system [TEXT]", "show the system message, or set it", _system),
-        Command("/set [NAME NUMBER]", "show how answers are sampled, or set it: /set temperature 0.7", _set),
-        Command("/fork NAME", "begin a branch here and go on in it", _fork),
+        Command("/set [NAME NUMBER]", "show the sampling parameters or set one: /set temperature 0.7", _set),
+        Command("/fork NAME", "begin a branch here and continue in it", _fork),
         Command("/switch NAME", "go to another branch", _switch),
-        Command("/tree", "the branches: where they part, and the tokens that they share", _tree),
-        Command("/save [--force] FILE", "write this conversation with its state; --force replaces a file", _save),
-        Command("/load FILE", "go on from a saved conversation; /undo comes back", _load),
-        Command("/clear", "begin again; /undo comes back", _clear),
+        Command("/tree", "show the branches, where they differ, and the tokens they share", _tree),
+        Command("/save [--force] FILE", "save the conversation and its state; --force replaces a file", _save),
+        Command("/load FILE", "continue a saved conversation; /undo returns", _load),
+        Command("/clear", "start a new conversation; /undo returns", _clear),
         Command("/exit", "leave (so does Ctrl-D)", _exit),
         Command("/quit", "the same", _exit),
     )
