@@ -71,8 +71,8 @@ def talk(page: Any, url: str) -> None:
     page.keyboard.press("Alt+Comma")
     for name, value in {"max_tokens": 120, "seed": 1, "system": "Answer briefly and clearly."}.items():
         page.fill(f"#set-{name}", str(value))
-    page.click("text=Keep settings")
-    until(page, "document.getElementById('said').textContent === 'Settings kept'")
+    page.click("text=Save settings")
+    until(page, "document.getElementById('said').textContent === 'Settings saved'")
     page.click("[aria-label='Close the panel']")
     for count, text in enumerate(ASKED, 1):
         page.fill("#text", text)

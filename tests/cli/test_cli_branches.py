@@ -291,7 +291,7 @@ def test_saved_conversation_goes_on_in_another_process(conversation: ChatConvers
     snapshot = lmstate.Snapshot.load(path)
     for notes in ("", "[]", '{"messages": [{"role": "root", "content": "x"}]}', '{"messages": [3]}'):
         dataclasses.replace(snapshot, notes=notes).save(path)
-        with pytest.raises(ValueError, match="of no conversation"):
+        with pytest.raises(ValueError, match="not of a conversation"):
             command(later, f"/load {path}")
     with pytest.raises(FileNotFoundError):
         command(later, f"/load {tmp_path / 'none'}")

@@ -92,7 +92,7 @@ def test_states_that_do_not_fit_are_refused(model: lmstate.Model, tmp_path: Path
     assert "another model" in generate("--state", other, "x", code=1)
     assert "damaged" in generate("--state", damaged, "x", code=1)
     assert "nowhere" in generate("--state", tmp_path / "nowhere", "x", code=1)
-    assert "no conversation" in generate("--state", text, "x", "--chat", code=1)
+    assert "not a conversation" in generate("--state", text, "x", "--chat", code=1)
     assert "--system" in generate("--state", text, "x", "--system", "S", code=2)
 
 

@@ -54,8 +54,8 @@ class Visit:
         self.page.keyboard.press("Alt+Comma")
         for name, value in values.items():
             self.page.fill(f"#set-{name}", str(value))
-        self.page.click("text=Keep settings")
-        self.until("document.getElementById('said').textContent === 'Settings kept'")
+        self.page.click("text=Save settings")
+        self.until("document.getElementById('said').textContent === 'Settings saved'")
         self.page.click("[aria-label='Close the panel']")
 
     def say(self, text: str, answers: int | None = None) -> str:

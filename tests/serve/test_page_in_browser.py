@@ -126,7 +126,7 @@ def test_the_state_and_the_tokens_are_shown_and_another_token_forks(visit: Visit
     told = page.inner_text("#panel")
     for line in ("Would be reused", "Rewind window", "Shared with other texts"):
         assert line in told
-    assert "is the first that nothing kept has" in told or "All of it was kept" in told
+    assert "is the first that no stored prefix has" in told or "All of it was stored" in told
     assert page.locator("#panel .prefixes li.on").count() > 0
     assert "memory" in page.locator("#panel .prefixes li.on").first.inner_text()
     visit.act("The tokens of this answer and their alternatives")
@@ -179,7 +179,7 @@ def test_an_empty_page_has_examples_and_a_cut_answer_says_so(visit: Visit) -> No
     visit.say(text)
     assert page.locator(".welcome").count() == 0
     assert page.inner_text("article.user h2") == "You" and page.inner_text("article.assistant h2") == "smollm2"
-    assert "limit of tokens" in page.inner_text("article.assistant .cut")
+    assert "token limit" in page.inner_text("article.assistant .cut")
 
 
 def test_code_shows_its_language_and_is_copied_from_a_head_that_stays(visit: Visit, real: Running) -> None:

@@ -282,7 +282,7 @@ class ChatConversation:
         """
         snapshot = Snapshot.load(path)
         if (messages := messages_of(snapshot)) is None or (snapshot.tokens and not messages):
-            raise ValueError(f"{path} is a snapshot, but of no conversation: it has no messages")
+            raise ValueError(f"{path} is a snapshot of a text, not of a conversation: it has no messages")
         loaded = self.engine.load_session(LOADED, snapshot)
         try:
             self._remember(f"the load of {path}")

@@ -45,7 +45,7 @@ let asking = null;
 
 async function askKey(tried) {
   if (sessionStorage.getItem("key") !== tried) return true; // another request asked meanwhile
-  asking ??= ask({ title: "This server wants an API key", text: "It is kept until this tab is closed.", label: "API key", secret: true, yes: "Go on" });
+  asking ??= ask({ title: "This server wants an API key", text: "The page keeps it until this tab is closed.", label: "API key", secret: true, yes: "Go on" });
   const key = await asking;
   asking = null;
   if (key) sessionStorage.setItem("key", key);

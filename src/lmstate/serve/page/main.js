@@ -69,7 +69,7 @@ function connection(up) {
   const line = byId("connection");
   if (up && !line.hidden) announce("The connection is back.");
   hide(line, up);
-  showText(line, up ? "" : "The connection is lost. Trying again… what you write stays here.");
+  showText(line, up ? "" : "The connection is lost. Trying again… your text is kept.");
 }
 
 function changedElsewhere() {
@@ -94,7 +94,7 @@ function undo() {
     attached.name(conversation.root, last.pictures, last.sounds);
     fit();
   }
-  announce("Went back before the last turn. It stays in the tree.");
+  announce("The last turn was undone. It stays in the tree.");
 }
 
 // ---- drawing, once a frame at most

@@ -4,7 +4,7 @@ import { button, copyButton, el, hide, showHtml, showText } from "./dom.js";
 import { Attached, pasted, pictureRow } from "./pictures.js";
 
 const SLICE = 40; // messages of a long branch that are made in a frame, the last ones first
-const CUT = { length: "Cut off at the limit of tokens. Continue goes on.", stopped: "Stopped before its end. Continue goes on." };
+const CUT = { length: "Stopped at the token limit. Continue resumes it.", stopped: "Stopped before its end. Continue resumes it." };
 const EXAMPLES = ["Explain recursion to a child, with an example.", "Write a Python function that finds the primes up to n.", "Plan a weekend in Rome as a table."];
 
 export class Pane {
@@ -39,7 +39,7 @@ export class Pane {
     this.element.querySelector(".welcome")?.remove();
     if (!path.length) {
       this.element.append(el("div", { class: "welcome" },
-        el("p", {}, "Say something. Every answer can be regenerated, every message edited: the conversation becomes a tree, and no branch computes what another has."),
+        el("p", {}, "Send a message. You can regenerate every answer and edit every message: the conversation becomes a tree, and no branch computes again what another has."),
         el("ul", { "aria-label": "Examples" }, ...EXAMPLES.map((text) => el("li", {}, button(text, () => this.actions.example(text)))))));
     }
     if (path.length <= this.most) this.most = Infinity; // all of them are there: from now on they come one by one
@@ -154,11 +154,11 @@ class View {
     }
     found.push(button("Regenerate", () => act.again(node), { "aria-label": "Regenerate this answer, in a new branch" }));
     found.push(button("Tokens", () => act.tokens(node), { "aria-label": "The tokens of this answer and their alternatives" }));
-    if (!last) found.push(button("Branch", () => act.goTo(node), { "aria-label": "Branch: go on from this answer" }));
+    if (!last) found.push(button("Branch", () => act.goTo(node), { "aria-label": "Branch: continue from this answer" }));
     const { usage } = node;
     if (usage.prompt !== undefined) {
       const rate = usage.decode_ms > 0 ? ` · ${(usage.generated / usage.decode_ms * 1000).toFixed(0)} tokens/s` : "";
-      found.push(el("span", { class: "cost", title: "Tokens of the prompt that were taken from the state, and that were computed" },
+      found.push(el("span", { class: "cost", title: "Prompt tokens reused from the state, and prompt tokens computed" },
         `reused ${usage.reused_tokens} · computed ${usage.computed_tokens} in ${usage.prefill_ms.toFixed(0)} ms${rate}`));
     }
     return found;

@@ -68,17 +68,17 @@ export async function statePanel(conversation, go) {
     meter,
     el("h3", {}, "Bytes by layer kind"),
     pairs(...Object.entries(told.memory).map(([kind, bytes]) => [kind, size(bytes)]), ["all", size(total)]),
-    el("h3", {}, "Bytes that are kept"),
+    el("h3", {}, "Bytes in memory"),
     pairs(["Shared with other texts", size(told.shared_bytes)], ["This branch’s own", size(told.own_bytes)]),
     el("h3", {}, "Why the last answer computed what it did"),
     ...whyParts(usage),
-    el("h3", {}, "Going on from here"),
+    el("h3", {}, "Continuing from here"),
     pairs(["Would be reused", `${reuse.reused} of ${told.tokens}`], ["Found in", tierName(reuse.tier) ?? "nowhere"], ["Computed again", reuse.computed], reuse.forced_by && ["Because of", reuse.forced_by]),
     el("h3", {}, "Going back"),
     pairs(["Rewind window", told.rewind === null ? "all tokens" : `${told.rewind} tokens`]),
     el("p", { class: "quiet" }, told.rewind === null
-      ? "Every layer keeps an entry for each token: any earlier position is reached without computing."
-      : "Some layers keep a summary of all tokens: farther back than this, one goes on from the nearest summary that is kept."),
+      ? "Every layer stores each token, so you can go back to any position without computing."
+      : "Some layers store only a summary of all tokens. Farther back than this, the nearest stored summary is continued."),
     el("ul", { class: "ways" }, ...told.back.map(({ id, tokens, computed }) => el("li", {},
       button("", () => go(conversation.nodes.get(id)), { "aria-label": `Go back to ${tokens} tokens, which computes ${computed}` },
         el("span", {}, `to ${tokens} tokens`), el("span", {}, computed ? `computes ${computed}` : "computes nothing"))))),
@@ -90,8 +90,8 @@ export async function statePanel(conversation, go) {
       button("Export this branch as Markdown", async () => saveAs(`${fileName(conversation)}.md`, new Blob([await asMarkdown(conversation)], { type: "text/markdown" }))),
       button("Export the tree as JSON", async () => saveAs(`${fileName(conversation)}.json`, new Blob([await asJson(conversation)], { type: "application/json" }))),
     ),
-    el("h3", {}, "Prefixes that are kept"),
-    el("p", { class: "quiet" }, "Runs of tokens, of all conversations; those of this branch are marked. A text that begins with them does not compute them again."),
+    el("h3", {}, "Stored prefixes"),
+    el("p", { class: "quiet" }, "Runs of tokens from all conversations; those of this branch are marked. A text that begins with them does not compute them again."),
     el("ul", { class: "prefixes" }, ...told.prefixes.map(prefixLine)),
     told.prefixes_left_out ? el("p", { class: "quiet" }, `And ${told.prefixes_left_out} others.`) : null,
   ];
@@ -107,11 +107,11 @@ function whyParts(usage) {
   if (usage.prompt === undefined) return [el("p", { class: "quiet" }, "It was loaded, not computed here.")];
   const said = [];
   const { prompt, reused_tokens: reused, computed_tokens: computed, matched_tokens: matched } = usage;
-  said.push(reused ? `${reused} of the prompt’s ${prompt} tokens were taken from ${tierName(usage.tier) ?? "memory"}.` : `Nothing that is kept begins as the prompt of ${prompt} tokens does.`);
-  if (usage.forced_by && matched > reused) said.push(`${matched - reused} more agreed with what is kept, but ${usage.forced_by} layers keep a summary of all tokens, and none was kept at that place.`);
-  if (usage.differs_at !== null) said.push(`Token ${usage.differs_at}, ${JSON.stringify(usage.differs)}, is the first that nothing kept has: from there on it was computed.`);
-  else if (computed) said.push(`All of it was kept; ${computed === 1 ? "the last token was" : `${computed} tokens were`} computed to know what comes next.`);
-  else said.push("All of it was kept, with what comes next: nothing was computed.");
+  said.push(reused ? `${reused} of the prompt’s ${prompt} tokens were taken from ${tierName(usage.tier) ?? "memory"}.` : `No stored prefix matches the beginning of this prompt of ${prompt} tokens.`);
+  if (usage.forced_by && matched > reused) said.push(`${matched - reused} more matched a stored text, but ${usage.forced_by} layers store a summary of all tokens, and none was stored at that place.`);
+  if (usage.differs_at !== null) said.push(`Token ${usage.differs_at}, ${JSON.stringify(usage.differs)}, is the first that no stored prefix has. It and all tokens after it were computed.`);
+  else if (computed) said.push(`All of it was stored; ${computed === 1 ? "the last token was" : `${computed} tokens were`} computed to know what comes next.`);
+  else said.push("All of it was stored, and so was its continuation: nothing was computed.");
   const times = ["queued_ms", "prefill_ms", "decode_ms"].map((name) => `${usage[name].toFixed(1)} ms`);
   return [
     el("p", { class: "why" }, said.join(" ")),
@@ -157,7 +157,7 @@ async function asJson(conversation) {
 /** The tokens of an answer; one that is chosen shows what else could have stood there. */
 export async function tokensPanel(conversation, answer, forked) {
   const { data } = await get(`${conversation.root}/${answer.id}/tokens`);
-  const choices = el("ul", { class: "choices", "aria-label": "What could stand there" });
+  const choices = el("ul", { class: "choices", "aria-label": "Alternatives" });
   const percent = (p) => `${(p * 100).toFixed(p >= 0.1 ? 0 : p >= 0.001 ? 1 : 3)} %`;
   const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
   const show = (at, chosen) => {
@@ -182,7 +182,7 @@ export async function tokensPanel(conversation, answer, forked) {
   }));
   return [
     el("h2", {}, "Tokens of this answer"),
-    el("p", { class: "quiet" }, data.length ? "Underlined by probability. Choose one to see what else could stand there; choose another and the conversation forks." : "Their probabilities are not known here."),
+    el("p", { class: "quiet" }, data.length ? "Underlined by probability. Choose a token to see its alternatives. Choose an alternative to fork the conversation there." : "Their probabilities are not known here."),
     choices,
     list,
   ];
@@ -192,9 +192,9 @@ export async function tokensPanel(conversation, answer, forked) {
 export function settingsPanel(kept, own, about, saved) {
   const problem = el("p", { class: "problem", role: "alert", hidden: true });
   const fields = [
-    ["system", "System prompt", "What the model is told before everything. Another one computes the branch anew.", { rows: "5" }],
+    ["system", "System prompt", "Instructions before the first message. A change computes the branch again.", { rows: "5" }],
     ["temperature", "Temperature", `0 takes the likeliest token each time. By default ${about.temperature}${about.temperature ? "" : ", but other answers to a message are drawn at 0.8"}.`, { type: "number", min: 0, max: 100, step: "any" }],
-    ["top_p", "Top p", `Only the likeliest tokens that together have this probability. By default ${about.top_p ?? 1}.`, { type: "number", min: 0, max: 1, step: "any" }],
+    ["top_p", "Top p", `Sample from the most likely tokens that together have this probability. By default ${about.top_p ?? 1}.`, { type: "number", min: 0, max: 1, step: "any" }],
     ["max_tokens", "Longest answer, in tokens", `By default ${about.max_tokens}.`, { type: "number", min: 1, step: 1 }],
     ["seed", "Seed", "The same seed draws the same answer.", { type: "number", step: 1 }],
   ];
@@ -213,12 +213,12 @@ export function settingsPanel(kept, own, about, saved) {
     problem.hidden = true;
     try {
       await saved(settings);
-      announce("Settings kept");
+      announce("Settings saved");
     } catch (error) {
       problem.textContent = error.message;
       problem.hidden = false;
     }
-  } } }, ...made, problem, el("button", { class: "primary" }, "Keep settings"));
+  } } }, ...made, problem, el("button", { class: "primary" }, "Save settings"));
   const facts = [["Model", about.model], ["Family", about.family], ["Layers", about.layers], ["Context", about.context ?? "any"], ["Conversations", about.kept ? "kept in the server's store" : "until the server ends (--store keeps them)"]];
   return [el("h2", {}, own ? "Settings of this conversation" : "Settings of new conversations"), form, el("h3", {}, "The model"),
     el("dl", {}, ...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, `${value}`)]))];
@@ -232,7 +232,7 @@ export function replicaParts(replicas) {
     ["Requests", work(one)],
     ["Sessions", one.sessions],
     ["Prompt tokens reused", one.hit_rate === null ? "none yet" : `${Math.round(100 * one.hit_rate)} %`],
-    ["A prompt would wait", one.first_token === null ? "not known" : `${one.first_token.toFixed(1)} s`],
+    ["Wait for a new prompt", one.first_token === null ? "not known" : `${one.first_token.toFixed(1)} s`],
   ))];
 }
 

@@ -47,7 +47,7 @@ export async function record() {
   try {
     stream = await navigator.mediaDevices.getUserMedia({ audio: true });
   } catch {
-    throw new Error("The microphone cannot be used: allow it for this page, and see that there is one.");
+    throw new Error("The microphone cannot be used: connect one, and allow it for this page.");
   }
   const recorder = new MediaRecorder(stream), parts = [];
   recorder.addEventListener("dataavailable", (event) => parts.push(event.data));
