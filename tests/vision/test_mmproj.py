@@ -426,7 +426,7 @@ def test_files_that_are_no_tower(llava: tuple[Any, Path, Path, Path], tmp_path: 
         lmstate.load(mmproj)
     with pytest.raises(lmstate.ModelError, match=r"goes with a \.gguf model"):
         lmstate.load(folder, mmproj=mmproj)
-    with pytest.raises(lmstate.ModelError, match="heads, mmproj or a device"):
+    with pytest.raises(lmstate.ModelError, match="adapters, mmproj or a device"):
         lmstate.load(path, mmproj=mmproj, parallel=2)
     (tmp_path / "cut.gguf").write_bytes(mmproj.read_bytes()[:-1000])
     with pytest.raises(lmstate.ModelError, match="damaged or incomplete"):
