@@ -238,11 +238,10 @@ class Preempted:
 
     def take_logprobs(self, logits: Tensor) -> None:
         """Log probabilities of its tokens after each of a chunk's. logits float32 `[T, V]`."""
-        choice, top = self.choice, self.job.params.logprobs
-        assert top is not None
+        choice = self.choice
         for at, one in enumerate(logits, self.at + 1 - len(self.job.prompt)):
             if 0 < at < len(choice.tokens):
-                choice.logprobs[at] = logprob(one, choice.tokens[at], top)
+                choice.logprobs[at] = choice.scored(at, one)
 
     def set_aside(self) -> None:
         """Its row is taken back once more."""

@@ -10,7 +10,6 @@ from lmstate.engine.job import Job, Preempted, Reader
 from lmstate.engine.memory import MemoryBudget
 from lmstate.engine.pace import Pace
 from lmstate.engine.workload import Workload
-from lmstate.generation.logprobs import logprob
 from lmstate.state.media import inside
 
 TOGETHER = 0.1  # seconds that an answer may wait for the prompts of others, so that they begin together
@@ -159,10 +158,10 @@ class Prefill:
             else:
                 work.pool.leave(job)
         for choice in again:
-            if (top := job.params.logprobs) is not None:
-                choice.logprobs = [logprob(logits, choice.tokens[0], top)] * len(choice.tokens)
+            if echo := job.params.logprobs is not None:
+                choice.logprobs = [choice.scored(0, logits)] * len(choice.tokens)
             if choice.finished is None:
-                work.preempted.append(Preempted.of(job, choice, echo=top is not None))
+                work.preempted.append(Preempted.of(job, choice, echo=echo))
         work.settle(job)
         self.seat()
 

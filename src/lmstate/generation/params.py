@@ -35,6 +35,7 @@ class SamplingParams(Sampler):
     stop_token_ids      end the answer like an end-of-sequence token
     ignore_eos          end-of-sequence tokens do not end the answer
     logprobs            log probabilities of the tokens of the answers, with this many of the most likely ones
+    allowed_logprobs    those of the answers count only tokens that the grammar and `times_from` allow
     prompt_logprobs     the same for the prompt, all of which is then computed
     json_schema         the answer is JSON that fits this schema: an object, or its text
     regex               the answer matches this regular expression from its first character to its last
@@ -55,6 +56,7 @@ class SamplingParams(Sampler):
     stop_token_ids: Collection[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    allowed_logprobs: bool = False
     prompt_logprobs: int | None = None
     json_schema: Mapping[str, Any] | bool | str | None = None
     regex: str | None = None
@@ -72,6 +74,7 @@ class SamplingParams(Sampler):
             "include_stop_str_in_output": flag(self.include_stop_str_in_output, "include_stop_str_in_output"),
             "stop_token_ids": frozenset(token_ids(self.stop_token_ids, "stop_token_ids")),
             "ignore_eos": flag(self.ignore_eos, "ignore_eos"),
+            "allowed_logprobs": flag(self.allowed_logprobs, "allowed_logprobs"),
         }
         for name in ("logprobs", "prompt_logprobs", "max_thinking_tokens"):
             if (given := getattr(self, name)) is not None:

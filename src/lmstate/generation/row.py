@@ -225,6 +225,18 @@ class AnswerRow:
         """A number in 0..1 from the row's random stream."""
         return self._picker.uniform(0)
 
+    def scored(self, at: int, logits: Tensor) -> TokenLogprob:
+        """The log probability of an answered token, from the logits in front of it, which were made again."""
+        assert self.params.logprobs is not None
+        if self.params.allowed_logprobs:
+            assert not isinstance(self.params.grammar, str)
+            if (grammar := self.params.grammar) is not None:
+                grammar = grammar.copy()
+                for token in self.tokens[:at]:
+                    grammar.accept(token)
+            logits = self._allowed(logits, grammar)
+        return logprob(logits, self.tokens[at], self.params.logprobs)
+
     def chosen(self, token: int) -> None:
         """The answer goes on with this token, which `pick` did not choose."""
         self.forced = self.forced[1:]
@@ -328,6 +340,13 @@ class AnswerRow:
             return None
         return ending
 
+    def _allowed(self, logits: Tensor, grammar: Grammar | None) -> Tensor:
+        """The logits `[V]` of what may come where a grammar is, and -inf."""
+        barred = None if grammar is None else forbidden(grammar, self._ends, logits.device)
+        allowed = logits.clone() if barred is None else _without(logits, barred)
+        self.params.bar_words(allowed)
+        return allowed
+
     def _barred(self, logits: Tensor) -> Tensor | None:
         """bool `[V]`: what must not come next; None if anything may."""
         barred = None if self._grammar is None else forbidden(self._grammar, self._ends, logits.device)
@@ -344,7 +363,8 @@ class AnswerRow:
             self.stopped_by = token
             return self._text.finish()
         if self.params.logprobs is not None and logits is not None:
-            self.logprobs.append(logprob(logits, token, self.params.logprobs))
+            allowed = self._allowed(logits, self._grammar) if self.params.allowed_logprobs else logits
+            self.logprobs.append(logprob(allowed, token, self.params.logprobs))
         text = self._text.take(token)
         if self._grammar is not None:
             self._grammar.accept(token)

@@ -124,6 +124,13 @@ class Sampler:
         """Logits, of any shape, of tokens that their row holds, with the repetition penalty."""
         return torch.where(logits < 0, logits * self.repetition_penalty, logits / self.repetition_penalty)
 
+    def bar_words(self, logits: Tensor) -> None:
+        """Leave out the words, in logits `[V]`, where `times_from` has a time come."""
+        if (first := self.times_from) is not None:
+            words, times = logits[:first], logits[first:].double()
+            if len(words) and len(times) and bool(times.logsumexp(0) > words.max()):
+                words.fill_(-math.inf)
+
     @property
     def filters(self) -> tuple[float, int | None, float | None, float | None]:
         """Temperature, top-k, top-p and min-p, in the order in which `ops.candidates` takes them."""
@@ -213,10 +220,7 @@ class TokenPicker:
                 held = torch.tensor(list(self._counts[row]), dtype=torch.int64, device=logits.device)
                 often = torch.tensor(list(self._counts[row].values()), dtype=logits.dtype, device=logits.device)
                 logits[index, held] -= sampler.presence_penalty + sampler.frequency_penalty * often
-            if (first := sampler.times_from) is not None:
-                words, times = logits[index, :first], logits[index, first:].double()
-                if len(words) and len(times) and bool(times.logsumexp(0) > words.max()):
-                    words.fill_(-math.inf)
+            sampler.bar_words(logits[index])
         return logits
 
     def _seen(self, row: int, device: torch.device) -> Tensor:
