@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 import lmstate
 from lmstate.audio.speech import SpeechGrammar, pieces_of
+from lmstate.audio.words import _path, token_ends, words_of
+from lmstate.generation.transcript import FALLBACK, compression_ratio
 from tests.audio.small import IDS, saved
 from tests.audio.test_wav import wav
 from tests.zoo import ours
@@ -40,7 +43,7 @@ def theirs_of(hearing: Hearing, samples: torch.Tensor, **options: Any) -> Any:
     more = {"truncation": False, "padding": "longest"} if len(samples) > 16_000 else {}
     inputs = extractor(samples.numpy(), sampling_rate=16_000, return_tensors="pt", return_attention_mask=True, **more)
     with torch.no_grad():
-        return theirs.generate(**inputs, use_cache=False, return_segments=True, **options)
+        return theirs.generate(**inputs, return_segments=True, **{"use_cache": False, **options})
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -104,6 +107,81 @@ def test_what_a_segment_tells(hearing: Hearing) -> None:
     assert segment.no_speech_prob == pytest.approx(float(logits.softmax(-1)[IDS["<|nospeech|>"]]), rel=1e-3)
     assert segment.avg_logprob < 0 < segment.compression_ratio
     assert made.text == segment.text.strip() == model.tokenizer.decode(segment.tokens).strip()
+
+
+@pytest.mark.parametrize("prompt", [None, "Hello"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_window_goes_on_with_the_text_before_it(hearing: Hearing, seed: int, prompt: str | None) -> None:
+    _, model, _ = hearing
+    samples = noise(3.3, seed)
+    begin = [IDS["<|startofprev|>"], *model.tokenizer.encode(" Hello", False)]
+    expected = theirs_of(
+        hearing, samples, language="en", task="transcribe", return_timestamps=True, condition_on_prev_tokens=True,
+        **({} if prompt is None else {"prompt_ids": torch.tensor(begin)}),
+    )  # fmt: skip
+    asked: dict[str, Any] = {"language": "en", "prompt": prompt}
+    made = model.transcribe(samples, condition_on_previous_text=True, **asked)
+    check(made, expected)
+    assert made != model.transcribe(samples, **asked)
+
+
+@pytest.mark.parametrize("times", [False, True])
+def test_bad_answers_are_those_of_transformers(hearing: Hearing, times: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thresholds in the middle of what sounds give: which answers are tried again, and which are left out."""
+    theirs, model, _ = hearing
+    asked: dict[str, Any] = {"language": "en", "task": "transcribe"}
+    free = {"logprob_threshold": None, "compression_ratio_threshold": None, "no_speech_threshold": None}
+    sounds = [noise(0.9, seed) for seed in range(8)]
+    plain = [model.transcribe(each, times=times, temperature=0.0, silence=True, **free, **asked) for each in sounds]
+    parts = [made.segments[0] for made in plain]
+
+    def middle(numbers: list[float]) -> float:
+        one, other = sorted(numbers)[3:5]
+        return (one + other) / 2
+
+    likely, quiet = middle([part.avg_logprob for part in parts]), middle([part.no_speech_prob for part in parts])
+    decode = model.tokenizer.decode
+    ratios = [
+        compression_ratio(decode(words([token for part in made.segments for token in part.tokens]))) for made in plain
+    ]
+    limits = {"logprob_threshold": likely, "compression_ratio_threshold": middle(ratios), "no_speech_threshold": quiet}
+    monkeypatch.setattr(
+        type(theirs), "_retrieve_compression_ratio",
+        staticmethod(lambda tokens, _: compression_ratio(decode(words(tokens.tolist())))),
+    )  # fmt: skip
+    found: list[tuple[bool, bool]] = []
+    judged = type(theirs)._need_fallback
+
+    def judge(*given: Any) -> Any:
+        found.append(judged(*given))
+        return found[-1]
+
+    monkeypatch.setattr(type(theirs), "_need_fallback", judge)
+    tried = left_out = 0
+    for sound in sounds:
+        found.clear()
+        theirs_of(hearing, sound, return_timestamps=times, temperature=(0.0, 1e-3), **limits, **asked)
+        made = model.transcribe(sound, times=times, temperature=(0.0, 1e-3), **limits, **asked)
+        assert (found[0][1] or found[-1][1]) == (not made.segments)
+        if made.segments:
+            assert found[0][0] == (made.segments[0].temperature == 1e-3)
+        tried, left_out = tried + found[0][0], left_out + (not made.segments)
+    assert 0 < tried < 8 and 0 < left_out < 8
+
+
+def test_a_threshold_that_is_left_out_decides_nothing(hearing: Hearing) -> None:
+    _, model, _ = hearing
+    asked: dict[str, Any] = {"language": "en", "no_speech_threshold": None}
+    once = model.transcribe(noise(0.9), logprob_threshold=None, compression_ratio_threshold=None, **asked)
+    assert once == model.transcribe(noise(0.9), temperature=0.0, **asked)
+    asked |= {"logprob_threshold": 0.0, "temperature": FALLBACK}
+    hot = model.transcribe(noise(0.9), **asked)
+    assert hot.segments[0].temperature == 1.0
+    assert hot == model.transcribe(noise(0.9), **asked), "draws of a fallback have one seed"
+    silent = model.transcribe(noise(2.5), language="en", logprob_threshold=None, no_speech_threshold=0.0)
+    assert silent.segments == () and silent.text == ""
+    with pytest.raises(ValueError, match="temperature"):
+        model.transcribe(noise(0.9), temperature=())
 
 
 def test_draws_repeat_with_a_seed_and_differ_without(hearing: Hearing) -> None:
@@ -170,3 +248,102 @@ def test_answers_are_cut_as_transformers_cuts_them(hearing: Hearing) -> None:
         assert 2 * reached == int(offset)
         cut, whole = cut + (reached < 50), whole + (len(pieces) > 1)
     assert cut > 20 and whole > 20
+
+
+HEADS = [[0, 1], [1, 0], [1, 3]]
+
+
+@pytest.fixture(scope="module")
+def aligned(tmp_path_factory: pytest.TempPathFactory) -> Hearing:
+    folder = tmp_path_factory.mktemp("aligned")
+    theirs = saved(folder, max_target_positions=200)
+    theirs.generation_config.alignment_heads = HEADS
+    theirs.generation_config.save_pretrained(folder)
+    return theirs, lmstate.load(folder, weights="float32"), folder
+
+
+@pytest.mark.parametrize("seconds", [0.55, 0.9, 2.4])
+def test_tokens_end_where_transformers_says(aligned: Hearing, seconds: float) -> None:
+    _, model, _ = aligned
+    samples = noise(seconds)
+    asked: dict[str, Any] = {"language": "en", "task": "transcribe", "return_timestamps": True}
+    expected = theirs_of(aligned, samples, return_token_timestamps=True, use_cache=True, **asked)["segments"][0]
+    listener, begin = model.listener(), 3  # the tokens of the prompt
+    frames = listener.frames(samples)
+    for each in {id(one["result"]): one for one in expected}.values():
+        seek = round(100 * (float(each["start"]) - 0.02 * (int(each["tokens"][0]) - IDS["<|0.00|>"])))
+        made = each["result"]
+        positions = (round(100 * seconds) - seek) // 2
+        if positions < 1:
+            continue  # transformers makes no path there
+        read = made["sequences"].tolist()[:-1]  # transformers does not read the last token
+        state = model.new_state()
+        state.condition(0, listener.source_at(frames, seek))
+        weights = model.cross_weights(read, state, [(layer, head) for layer, head in HEADS])
+        assert weights.shape == (3, len(read), 50) and torch.allclose(weights.sum(-1), torch.ones(3, len(read)))
+        ends = token_ends(weights[:, begin:, :positions], 7)
+        assert [0.02 * end for end in ends] == pytest.approx(made["token_timestamps"][begin:-1].tolist(), abs=1e-4)
+        assert len(ends) > 20
+
+
+def test_words_are_in_their_segments(aligned: Hearing) -> None:
+    _, model, _ = aligned
+    asked: dict[str, Any] = {"language": "en"}
+    made = model.transcribe(noise(2.4), words=True, **asked)
+    plain = model.transcribe(noise(2.4), **asked)
+    assert [replace(each, words=()) for each in made.segments] == [*plain.segments]
+    for segment in made.segments:
+        assert "".join("".join(word.text for word in segment.words).split()) == "".join(segment.text.split())
+        times = [time for word in segment.words for time in (word.start, word.end)]
+        assert times == sorted(times) and times[0] >= segment.seek * 0.01 - 1e-9
+    assert sum(len(each.words) for each in made.segments) > 5
+    heads = tuple(map(tuple, HEADS))
+    assert model.listener().speech.alignment == heads
+
+
+def test_words_are_those_of_transformers(aligned: Hearing) -> None:
+    from transformers.models.whisper import tokenization_whisper as t
+
+    class Tokenizer:
+        eos_token_id, language = IDS["<|im_end|>"], None
+
+        def decode(self, ids: list[int], decode_with_timestamps: bool) -> str:
+            return aligned[1].tokenizer.decode(ids)
+
+    luck = random.Random(0)
+    pieces = [" ", " a", "b", ", ", ".", " (", '"', "é", "雨", "-", "x", " “", "？", "\n"]  # noqa: RUF001
+    for _ in range(200):
+        data = "".join(luck.choices(pieces, k=luck.randint(1, 12))).encode()
+        ids = list(data)
+        for code, name in (("en", "english"), ("zh", "chinese")):
+            expected, _, places = t._combine_tokens_into_words(Tokenizer(), ids, name)
+            own = list(words_of(ids, aligned[1].tokenizer.decode, code))
+            assert [text for text, _ in own] == expected
+            assert [[*run] for _, run in own] == places
+        cut = ids[: luck.randint(1, len(ids))]  # also inside a character
+        assert [at for _, run in words_of(cut, aligned[1].tokenizer.decode, "en") for at in run] == [*range(len(cut))]
+
+
+def test_a_path_is_the_cheapest(aligned: Hearing) -> None:
+    from transformers.models.whisper.generation_whisper import _dynamic_time_warping
+
+    generator = torch.Generator().manual_seed(0)
+    for rows, columns in ((1, 1), (1, 9), (9, 1), (5, 17), (30, 12)):
+        costs = torch.randn(rows, columns, generator=generator).round(decimals=1).double().numpy()  # with ties
+        texts, times = _dynamic_time_warping(costs)
+        expected = [int(times[list(texts).index(row)]) for row in range(rows)]
+        assert _path(costs) == expected
+
+
+def test_heads_that_a_decoder_lacks_are_refused(tmp_path: Path) -> None:
+    theirs = saved(tmp_path)
+    for heads, why in (
+        ([[2, 0]], "head 0 of layer 2"),
+        ([[0, 4]], "head 4"),
+        ([[0]], "alignment_heads"),
+        ("x", "pairs"),
+    ):
+        theirs.generation_config.alignment_heads = heads
+        theirs.generation_config.save_pretrained(tmp_path)
+        with pytest.raises(lmstate.ModelError, match=why):
+            lmstate.load(tmp_path, weights="float32").transcribe(noise(0.5), language="en", words=True)

@@ -87,6 +87,9 @@ def test_what_cannot_be_transcribed_is_refused(served: Served, tmp_path: Path) -
     with served[2].client() as client:
         refused = client.post("/v1/audio/transcriptions", data={"language": "xx"}, files=FILES)
         assert refused.status_code == 400 and "knows de, en, fr" in json.loads(refused.text)["error"]["message"]
+        form = {"response_format": "verbose_json", "timestamp_granularities[]": "word"}
+        refused = client.post("/v1/audio/transcriptions", data=form, files=FILES)
+        assert refused.status_code == 400 and "ask for segments" in refused.text
     tiny = load_tiny(tmp_path)
     with (
         fleet(Engine(tiny), files=FrontFiles(tiny.tokenizer, tmp_path)) as (cluster, _),

@@ -23,6 +23,7 @@ from lmstate.audio.subtitles import as_srt, as_vtt
 from lmstate.engine import Engine
 from lmstate.generation.transcription import Transcription
 from lmstate.serve import Settings
+from lmstate.serve.openai import transcriptions
 from lmstate.serve.wire.errors import ApiError
 from lmstate.serve.wire.multipart import parse_form
 from tests.audio.small import saved
@@ -96,6 +97,38 @@ def test_formats_with_times(client: openai.OpenAI, server: Running, model: lmsta
             assert complain("openai", f"CreateTranscriptionResponse{schema}", answer) is None
 
 
+def test_words_have_times(client: openai.OpenAI, server: Running, model: lmstate.Model) -> None:
+    asked: Any = {"model": "whisper", "file": file(2.4), "language": "en", "response_format": "verbose_json"}
+    for granularities in (["word"], ["word", "segment"]):
+        made = client.audio.transcriptions.create(**asked, timestamp_granularities=granularities)
+        assert made.words is not None and (made.segments is None) == (granularities == ["word"])
+        assert len(made.words) > 3
+        for word in made.words:
+            assert 0 <= word.start <= word.end <= 2.42
+    with server.client() as plain:
+        fields = {"language": "en", "response_format": "verbose_json", "timestamp_granularities[]": "word"}
+        answer = plain.post("/v1/audio/transcriptions", data=fields, files={"file": file(2.4)}).json()
+        assert complain("openai", "CreateTranscriptionResponseVerboseJson", answer) is None
+        own = model.transcribe(SOUNDS[2.4], language="en", words=True)
+        assert [(each["word"], each["start"], each["end"]) for each in answer["words"]] == [
+            (word.text, word.start, word.end) for each in own.segments for word in each.words
+        ]
+
+
+def test_bad_answers_are_tried_again_on_request(
+    server: Running, model: lmstate.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transcriptions, "FALLBACK", tries := (0.0, 1e-3))
+    expected = model.transcribe(SOUNDS[0.7], language="en", temperature=tries, silence=True, times=True)
+    assert expected.segments[0].temperature == 1e-3
+    with server.client() as plain:
+        fields = {"language": "en", "temperature_fallback": "true", "response_format": "verbose_json"}
+        answer = plain.post("/v1/audio/transcriptions", data=fields, files={"file": file(0.7)}).json()
+    assert [(each["text"], each["temperature"]) for each in answer["segments"]] == [
+        (each.text, each.temperature) for each in expected.segments
+    ]
+
+
 def test_a_translation_is_that_of_the_model(client: openai.OpenAI, server: Running, model: lmstate.Model) -> None:
     expected = model.transcribe(SOUNDS[2.4], task="translate", times=True)
     made = client.audio.translations.create(model="whisper", file=file(2.4))
@@ -163,8 +196,9 @@ def test_what_cannot_be_transcribed_is_refused(server: Running) -> None:
             ({"response_format": "xml"}, good, 400, "response_format"),
             ({"temperature": "5"}, good, 400, "temperature"),
             ({"temperature": "warm"}, good, 400, "temperature"),
-            ({"timestamp_granularities[]": "word"}, good, 400, "words"),
+            ({"timestamp_granularities[]": "word"}, good, 400, "verbose_json"),
             ({"include[]": "logprobs"}, good, 400, "include"),
+            ({"temperature_fallback": "true", "stream": "true"}, good, 400, "temperature_fallback"),
             ({"stream": "true", "response_format": "srt"}, good, 400, "srt"),
             ({"language": ["de", "en"]}, good, 400, "2 times"),
             ({}, {"file": ("x.mp3", b"ID3" + b"\0" * 99)}, 400, "ffmpeg"),

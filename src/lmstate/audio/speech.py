@@ -28,6 +28,8 @@ class SpeechTokens:
 
     `languages` and `tasks`: by name ("en", "transcribe"); empty in a model of English alone. `never`: ids that never
     come in an answer; `never_first`: that do not begin one. `latest_start`: steps that the first time may be at.
+    `alignment`: layers of the decoder, and a head of each, that attend to where words are said; empty where the files
+    name none. `median`: positions of the encoder that smooth this attention.
     """
 
     vocab_size: int
@@ -41,6 +43,8 @@ class SpeechTokens:
     never: tuple[int, ...]
     never_first: tuple[int, ...]
     latest_start: int | None
+    alignment: tuple[tuple[int, int], ...]
+    median: int
 
     @staticmethod
     def open(path: Path, tokenizer: Tokenizer, vocab_size: int) -> SpeechTokens:
@@ -62,7 +66,8 @@ class SpeechTokens:
             vocab_size, start, end, known("<|startofprev|>"), known("<|nospeech|>", "<|nocaptions|>"), no_times,
             languages, tasks if languages else {}, config.ints("suppress_tokens", high=vocab_size - 1, default=()),
             config.ints("begin_suppress_tokens", high=vocab_size - 1, default=()),
-            config.int("max_initial_timestamp_index", default=None),
+            config.int("max_initial_timestamp_index", default=None), _heads(config),
+            Config(read_object(path / "config.json"), "config.json").int("median_filter_width", 1, 99, default=7) | 1,
         )  # fmt: skip
 
     @property
@@ -84,12 +89,10 @@ class SpeechTokens:
 
 
 class SpeechGrammar:
-    """A transcript as the tokens of a `Grammar`: which may come next.
+    """A transcript as the tokens of a `Grammar`: which may come next, up to the token that ends it.
 
     With times they come in pairs, the end of a piece and the beginning of the next, and never go back.
     """
-
-    ended = False
 
     def __init__(self, speech: SpeechTokens, times: bool, tokens: Sequence[int] = ()) -> None:
         self._speech, self.times, self._tokens = speech, times, list(tokens)
@@ -100,9 +103,11 @@ class SpeechGrammar:
 
     @property
     def complete(self) -> bool:
-        if self._tokens:
-            return True
-        return not self.times and self._speech.end not in self._speech.never_first
+        return self.ended
+
+    @property
+    def ended(self) -> bool:
+        return self._tokens[-1:] == [self._speech.end]
 
     def allowed(self) -> Tensor:
         speech, open = self._speech, self._open.clone()
@@ -204,6 +209,16 @@ def _between(speech: SpeechTokens, tokens: Sequence[int], cuts: Sequence[int]) -
         start, end = (tokens[at] - speech.first_time for at in (begin, cut - 1))
         yield SpokenPiece(start, end, tuple(tokens[begin:cut]))
         begin = cut
+
+
+def _heads(config: Config) -> tuple[tuple[int, int], ...]:
+    """Pairs of a layer and a head. Raises `ModelError` for anything else."""
+    given = config.get("alignment_heads") or []
+    if not isinstance(given, list):
+        raise ModelError(f"{FILE} has alignment_heads {given!r:.80}; expected pairs of a layer and a head")
+    pairs = Config({str(at): pair for at, pair in enumerate(given)}, f"alignment_heads of {FILE}")
+    checked = (pairs.ints(at, length=2) for at in pairs)
+    return tuple((layer, head) for layer, head in checked)
 
 
 def _named(config: Config, name: str, vocab_size: int) -> dict[str, int]:

@@ -35,6 +35,7 @@ from lmstate.engine.tiers.records import insist
 from lmstate.errors import RanksError, StateError, UnsupportedError
 from lmstate.files.atomic import atomic_write
 from lmstate.generation.params import SamplingParams
+from lmstate.generation.transcript import WordsQuestion
 from lmstate.models.config import ModelConfig
 from lmstate.models.describe import WeightTotals
 from lmstate.models.readers import CheckpointReaders
@@ -49,6 +50,7 @@ from lmstate.vision.reader import PicturePrompt
 Found = TypeVar("Found")
 
 NO_STORE = "the replicas share no store, so that there are no sessions: start the server with --store URL"
+NO_WORD_TIMES = "a server with replicas does not tell when words are said: ask for segments"
 PATIENCE = 120.0  # seconds that a request waits for Ray to replace the last replica
 
 
@@ -94,6 +96,7 @@ class RemoteModel(CheckpointReaders):
     mmproj: Mmproj | None = None
     name: str = ""
     no_pictures: str | None = None
+    no_word_times: str | None = NO_WORD_TIMES
 
     @staticmethod
     def of(facts: WireFacts, files: FrontFiles) -> RemoteModel:
@@ -319,6 +322,9 @@ class ServingFront(Front):
         ids = token_ids(tokens, "the text", self.model.config.ids)
         check_length(self.model, ids)
         return self._loop.start(self._embedded(ids, pooling))
+
+    def word_ends(self, question: WordsQuestion) -> Future[list[int]]:
+        raise UnsupportedError(NO_WORD_TIMES)
 
     async def _embedded(self, tokens: list[int], pooling: str) -> Tensor:
         until = monotonic() + self._patience

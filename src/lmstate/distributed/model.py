@@ -32,6 +32,7 @@ class ParallelModel(Model):
     """A model whose weights and states are on several ranks. Made by `lmstate.load(parallel=...)`."""
 
     state_type: ClassVar[type[State]] = MirroredState
+    no_word_times = f"a model over several processes does not tell when words are said: {ELSEWHERE}"
     no_pictures = f"a model over several processes reads no pictures, and no sounds in conversations: {ELSEWHERE}"
 
     ranks: Ranks | None = None

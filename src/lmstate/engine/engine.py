@@ -58,6 +58,8 @@ from lmstate.generation.params import SamplingParams, sampling_params
 from lmstate.generation.prompts import are_messages
 from lmstate.generation.row import AnswerRow
 from lmstate.generation.thinking import ThinkingFormat
+from lmstate.generation.transcript import WordsQuestion
+from lmstate.generation.transcription import ends_of
 from lmstate.speculation import DraftChoice, DraftReport
 from lmstate.state import BlockPool, RecurrentState, SourceFeatures, State
 from lmstate.state.kv.policies.base import Policy
@@ -322,6 +324,15 @@ class Engine(SessionEngine):
         text = EmbeddedText(self.model, ids, pooling, self.call, lambda: bool(work.reading or work.answering))
         text.go_on()
         return text.vector
+
+    def word_ends(self, question: WordsQuestion) -> Future[list[int]]:
+        """The position of a sound where each token of an answer ends, see `generation.transcription.ends_of`."""
+
+        def read(model: Model) -> list[int]:
+            begin = replace(question.prompt, tokens=question.prompt.tokens[:-1])
+            return ends_of(model, self._reuse.resume(begin, ""), question)
+
+        return self.call(read)
 
     def explain(
         self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | PicturePrompt, salt: str = ""

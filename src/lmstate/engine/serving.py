@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lmstate.engine.session_record import Record
     from lmstate.engine.tiers import RecordStore
     from lmstate.generation.params import SamplingParams
+    from lmstate.generation.transcript import WordsQuestion
     from lmstate.models.config import ModelConfig
     from lmstate.models.describe import WeightTotals
     from lmstate.speculation import DraftReport
@@ -42,6 +43,11 @@ class ServingModel(DescribedModel, SeeingModel, Protocol):
     @property
     def hears(self) -> bool:
         """Whether its sources are sounds."""
+        ...
+
+    @property
+    def no_word_times(self) -> str | None:
+        """The reason for which it does not tell when words are said; None where it does."""
         ...
 
     def listener(self) -> Listener:
@@ -109,6 +115,8 @@ class ServingEngine(SessionHost, Protocol):
     ) -> Request: ...
 
     def embed(self, tokens: Sequence[int], pooling: str = "mean") -> Future[Tensor]: ...
+
+    def word_ends(self, question: WordsQuestion) -> Future[list[int]]: ...
 
     def session(self, name: str, salt: str = "") -> Session: ...
 

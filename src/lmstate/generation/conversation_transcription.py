@@ -38,14 +38,15 @@ class ConversationTranscription:
             )
         if options.task != "transcribe":
             raise UnsupportedError("a translation was asked for, and this model transcribes: ask for one in a chat")
-        if options.times or options.silence:
+        if options.times or options.silence or options.words:
             raise UnsupportedError("times were asked for, and this model's transcripts have none: ask for the text")
         prompt, request = reader.transcript_prompt(sound, options.language, options.prompt)
         self.segments: list[Segment] = []
         self.duration, self.language = seconds_of(sound), request.language
-        self._reader, self._options = reader, options
+        self._reader = reader
         most = TOKENS + int(TOKENS_PER_SECOND * self.duration)
-        params = SamplingParams(max_new_tokens=most, temperature=options.temperature, seed=options.seed, logprobs=0)
+        self._temperature = options.temperatures[0]
+        params = SamplingParams(max_new_tokens=most, temperature=self._temperature, seed=options.seed, logprobs=0)
         self._question = SoundQuestion(prompt, params, spoken=True)
 
     @property
@@ -68,7 +69,7 @@ class ConversationTranscription:
             text=text,
             tokens=tuple(heard.tokens),
             seek=0,
-            temperature=self._options.temperature,
+            temperature=self._temperature,
             avg_logprob=sum(heard.logprobs) / max(len(heard.logprobs), 1),
             compression_ratio=compression_ratio(text),
             no_speech_prob=0.0,

@@ -15,6 +15,7 @@ from lmstate.generation import generate, stream
 from lmstate.generation.conversation import chat
 from lmstate.generation.transcription import transcribe
 from lmstate.language_model import Logits
+from lmstate.models.alignment import cross_weights
 from lmstate.models.block import Block as Block  # families name the two together
 from lmstate.models.compiled import device_logits
 from lmstate.models.embeddings import embeddings
@@ -173,6 +174,14 @@ class Model(ModelStates):
         out = self._extend(tokens, state, "all", commit, run, Traced(self.logits, "head", on))
         assert out is not None
         return out
+
+    def cross_weights(self, tokens: Sequence[int], state: State, heads: Sequence[tuple[int, int]] = ()) -> Tensor:
+        """Read tokens into the row of a state, and tell how each attends to the row's source: float32 `[A, T, S]`.
+
+        heads: pairs of a layer, counted among those that attend to a source, and a head; none are all heads of the
+        later half of these layers. Raises `ModelError` for those that the decoder lacks; other errors as `trace`.
+        """
+        return cross_weights(self, tokens, state, heads)
 
     def _features(self, tokens: Tokens, state: State | None, commit: bool, run: Run) -> Tensor:
         out = self._extend(tokens, state, "all", commit, run, None)

@@ -39,6 +39,7 @@ class CheckpointReaders:
     mmproj: Mmproj | None  # the file of a vision tower, of a GGUF model
     name: str
     no_pictures: str | None = None  # why it takes no pictures, and no sounds in conversations, whatever its files are
+    no_word_times: str | None = None  # why it does not tell when words are said, whatever its files are
     _tokenizer: Tokenizer | None
     _pictures: PictureReader | None = None
     _listener: Listener | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,16 @@ class CrossAttention:
         q = ops.linear(x, self.queries, self.query_bias, norm=norm).unflatten(-1, (self.heads, -1))
         seen = cache.attend(q, step, ops.AttentionParams(self.scale, self.softcap))
         return ops.linear(seen.flatten(-2), self.out, self.out_bias, residual=residual)
+
+    def weights(self, x: Tensor, cache: LayerState, norm: Norm | None, heads: Sequence[int]) -> Tensor:
+        """The attention of each token of one row to each position of its source, by some heads: float32 `[A, T, S]`."""
+        assert isinstance(cache, CrossState)
+        q = ops.linear(x, self.queries, self.query_bias, norm=norm).unflatten(-1, (self.heads, -1))[0]  # [T, H, D]
+        keys = cache.keys(0).repeat_interleave(self.heads // self.kv_heads, dim=0)[list(heads)]  # [A, S, D]
+        scores = (q.transpose(0, 1)[list(heads)].to(keys.dtype) @ keys.mT).float() * self.scale
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        return scores.softmax(-1)
 
 
 @dataclass(frozen=True, eq=False)

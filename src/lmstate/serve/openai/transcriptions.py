@@ -14,7 +14,16 @@ from starlette.types import ASGIApp
 from lmstate.audio.listener import language_names
 from lmstate.audio.subtitles import as_srt, as_vtt
 from lmstate.errors import ModelError, StateError, UnsupportedError
-from lmstate.generation.transcript import Segment, SoundAnswer, SoundQuestion, TranscriptOptions, TranscriptWork
+from lmstate.generation.transcript import (
+    FALLBACK,
+    Segment,
+    SoundAnswer,
+    SoundQuestion,
+    TranscriptOptions,
+    TranscriptWork,
+    Word,
+    WordsQuestion,
+)
 from lmstate.generation.transcription import transcription
 from lmstate.serve.answer.handlers import json_response, log, unreadable
 from lmstate.serve.answer.service import Service
@@ -26,13 +35,13 @@ TIMED = ("srt", "verbose_json", "vtt")  # formats that tell when things are said
 
 
 async def transcriptions(service: Service, request: Request, body: TranscriptionBody) -> ASGIApp:
-    if "word" in (body.timestamp_granularities or ()):
-        raise ApiError(
-            "times of words are not supported here: ask for those of segments", param="timestamp_granularities"
-        )
+    told = body.timestamp_granularities or ["segment"]
+    if "word" in told and body.response_format != "verbose_json":
+        raise ApiError("times of words are in verbose_json: ask for that", param="timestamp_granularities")
     if body.include:
         raise ApiError("log probabilities are not supported here: leave include out", param="include")
-    return await _written(service, request, body, TranscriptOptions(language=body.language or None, **_shared(body)))
+    options = TranscriptOptions(language=body.language or None, words="word" in told, **_shared(body))
+    return await _written(service, request, body, options, "segment" in told)
 
 
 async def translations(service: Service, request: Request, body: TranslationBody) -> ASGIApp:
@@ -40,17 +49,28 @@ async def translations(service: Service, request: Request, body: TranslationBody
 
 
 def _shared(body: TranslationBody) -> dict[str, Any]:
-    """The options that both have."""
+    """The options that both have. Raises ApiError for those that do not go together."""
+    if body.temperature_fallback and (body.stream or body.temperature):
+        raise ApiError(
+            "temperature_fallback tries temperatures from 0 on, and takes answers back: it goes with no other "
+            "temperature and no stream",
+            param="temperature_fallback",
+        )
     return {
         "times": body.response_format in TIMED,
         "prompt": body.prompt,
-        "temperature": body.temperature or 0.0,
         "seed": body.seed,
         "silence": body.response_format == "verbose_json",
+        "condition_on_previous_text": bool(body.condition_on_previous_text),
+        "temperature": FALLBACK if body.temperature_fallback else body.temperature or 0.0,
+        **({"no_speech_threshold": None} if body.stream else {}),  # what was sent stays
     }
 
 
-async def _written(service: Service, request: Request, body: TranslationBody, options: TranscriptOptions) -> ASGIApp:
+async def _written(
+    service: Service, request: Request, body: TranslationBody, options: TranscriptOptions, segments: bool = True
+) -> ASGIApp:
+    """`segments`: whether verbose_json has them."""
     if body.stream and body.response_format not in (None, "json", "text"):
         raise ApiError(f"a stream has no {body.response_format}: ask for json", param="response_format")
     try:
@@ -67,7 +87,7 @@ async def _written(service: Service, request: Request, body: TranslationBody, op
         settings = service.settings
         return EventStream(task.events(), lambda: comment("ping"), settings.ping_interval, settings.write_timeout, {})
     await unless_gone(request.receive, task.finish())
-    return _formatted(work, body.response_format or "json", options)
+    return _formatted(work, body.response_format or "json", options, segments)
 
 
 @dataclass
@@ -104,6 +124,11 @@ class TranscriptionTask:
         """All of the text, each time that it has grown. A sound of several windows grows by whole segments."""
         work = self.work
         while (asked := await asyncio.to_thread(work.ask)) is not None:
+            if isinstance(asked, WordsQuestion):
+                ends = await asyncio.wrap_future(self.service.engine.word_ends(asked))
+                work.take(SoundAnswer(ends=ends))
+                yield work.text
+                continue
             request = self._submitted(asked)
             try:
                 if asked.spoken and not work.times:
@@ -124,7 +149,7 @@ class TranscriptionTask:
         return self.service.submit(asked.prompt, asked.params, max_new_tokens=asked.params.max_new_tokens)
 
 
-def _formatted(work: TranscriptWork, format: str, options: TranscriptOptions) -> Response:
+def _formatted(work: TranscriptWork, format: str, options: TranscriptOptions, segments: bool) -> Response:
     made = work.transcript
     if format == "text":
         return Response(f"{made.text}\n", media_type="text/plain")
@@ -143,10 +168,15 @@ def _formatted(work: TranscriptWork, format: str, options: TranscriptOptions) ->
             "language": language,
             "duration": made.duration,
             "text": made.text,
-            "segments": [_segment(index, each) for index, each in enumerate(made.segments)],
+            **({"words": [_word(word) for each in made.segments for word in each.words]} if options.words else {}),
+            **({"segments": [_segment(index, each) for index, each in enumerate(made.segments)]} if segments else {}),
             "usage": usage,
         }
     )
+
+
+def _word(word: Word) -> dict[str, Any]:
+    return {"word": word.text, "start": word.start, "end": word.end}
 
 
 def _segment(index: int, segment: Segment) -> dict[str, Any]:

@@ -44,6 +44,11 @@ class CrossState(TokenlessState, SlotState):
         """Queries `[R, T, H, D]` over all of their row's source -> float32 `[R, T, H, D]`."""
         return ops.attend_whole(q, self.stored("k"), self.stored("v"), integers(self.lengths), step.counts_t, params)
 
+    def keys(self, row: int) -> Tensor:
+        """Those of a row's source, `[K, S, D]`."""
+        stored, length = self.stored("k"), self.lengths[row]
+        return stored[row, :, :length] if isinstance(stored, Tensor) else stored.span(range(row, row + 1), 0, length)[0]
+
     def forget_tokens(self, row: int, changes: Changes) -> None:
         pass
 

@@ -20,6 +20,8 @@ class TranslationBody(Struct, kw_only=True):
     response_format: Format | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     seed: Whole | None = None
+    condition_on_previous_text: bool | None = None
+    temperature_fallback: bool | None = None
     stream: bool | None = None
 
 
