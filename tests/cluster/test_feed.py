@@ -7,16 +7,18 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from lmstate.cluster import Cluster
 from lmstate.cluster.feed import MOST_FEEDS, Feed, Feeds
 from lmstate.cluster.moving import MovingRequest
+from lmstate.cluster.serving import FrontFiles
 from lmstate.cluster.wire import WireNews
-from lmstate.engine import Engine, EngineClosed, Request
+from lmstate.engine import Engine, EngineClosed, Request, delivery
 from lmstate.engine.delivery import Delivery
 from lmstate.engine.results import Piece
 from tests.cluster.helpers import LocalChannel, fleet
 from tests.cluster.test_front import GIVEN, check
 from tests.engine.test_batching import prompt
-from tests.waiting import GUARD
+from tests.waiting import GUARD, wait_until
 from tests.zoo import ours
 
 Messages = AsyncIterator[tuple[int, list[tuple[str, WireNews]]]]
@@ -84,6 +86,44 @@ def test_unused_feeds_go() -> None:
         assert feeds.get("used") is used and feeds.get("old") is not old
 
     asyncio.run(run())
+
+
+def test_a_front_whose_feed_was_let_go_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More fronts than feeds that are kept: the one that rested hears of its next request all the same."""
+    monkeypatch.setattr("lmstate.cluster.feed.MOST_FEEDS", 1)
+    monkeypatch.setattr("lmstate.cluster.served.IDLE", 0.02)
+    with Engine(model := ours("llama")) as alone, fleet(Engine(model)) as (first, channels):
+        feeds = channels[0].served._feeds
+        with Cluster(channels, FrontFiles(), None) as second:
+            for number, cluster in enumerate((first, second, first, second)):
+                answer = cluster.front.submit(prompt(20, number), max_new_tokens=6, ignore_eos=True)
+                check(answer, alone.submit(prompt(20, number), max_new_tokens=6, ignore_eos=True))
+                assert isinstance(answer, MovingRequest) and answer.moves == 0
+                wait_until(lambda: all(feed.unused for feed in feeds._feeds.values()))
+            assert len(feeds._feeds) == 1 and first.front.lost == second.front.lost == 0
+
+
+def test_a_message_wakes_the_readers_of_a_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    wakes: list[int] = []
+    release = delivery._release
+
+    def counted(waiters: list[asyncio.Future[None]]) -> None:
+        wakes.append(len(waiters))
+        release(waiters)
+
+    async def read(request: Request) -> int:
+        return len([piece async for piece in request])
+
+    async def run(requests: list[Request]) -> None:
+        wakes.clear()
+        await asyncio.wait_for(asyncio.gather(*map(read, requests)), GUARD)
+
+    monkeypatch.setattr(delivery, "_release", counted)
+    with fleet(Engine(ours("llama"), rows=4)) as (cluster, (channel,)):
+        asked = [cluster.front.submit(prompt(20, at), max_new_tokens=60, ignore_eos=True) for at in range(4)]
+        asyncio.run(run(asked))
+        ends = len(asked)  # each is told of beside the message that it came with
+        assert len(wakes) <= channel.calls["news"] + ends, "a message has the news of all"
 
 
 @pytest.mark.parametrize("lost", [1, 2, 9])

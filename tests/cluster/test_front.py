@@ -12,7 +12,7 @@ import pytest
 
 import lmstate
 from lmstate.cluster.front import Front
-from lmstate.cluster.handle import Listener, LocalReplica, Told, Work
+from lmstate.cluster.handle import Listener, LocalReplica, Told, Work, tell
 from lmstate.cluster.moving import MOST_LOST, MovingRequest
 from lmstate.engine import Drained, Engine, EngineClosed, EngineError, QueueFull, Request
 from lmstate.engine.delivery import Delivery
@@ -38,12 +38,12 @@ class Mortal(LocalReplica):
         self.taken += 1
         tokens = 0
 
-        def news(told: Told) -> None:
+        def news(told: Told, delivery: Delivery) -> None:
             nonlocal tokens
             tokens += sum(len(piece.tokens) for piece in told.pieces)
             dies = not self._lost and self.when(told, tokens)
             if self.last or not dies:
-                listener(told)
+                listener(told, delivery)
             if dies:
                 self.lose()
 
@@ -274,11 +274,11 @@ def test_pieces_that_do_not_follow_are_refused() -> None:
     }
     for case, pieces in wrong.items():
         request, heard = heard_request()
-        heard[0](Told([Piece("ab", 0, [1, 2])], 1, 0))
-        heard[0](Told([], 1, 0, Drained([[1, 2]], 0)))
+        tell(heard[0], Told([Piece("ab", 0, [1, 2])], 1, 0))
+        tell(heard[0], Told([], 1, 0, Drained([[1, 2]], 0)))
         assert request.moves == 1
-        heard[0](Told([Piece("c", 0, [3], start=2)], 1, 0))  # of the first one, too late
-        heard[1](Told(pieces, 1, 0))
+        tell(heard[0], Told([Piece("c", 0, [3], start=2)], 1, 0))  # of the first one, too late
+        tell(heard[1], Told(pieces, 1, 0))
         with pytest.raises(EngineError, match="the replica"):
             request.result(1)
         assert request.generated == 2, case
@@ -307,10 +307,10 @@ def test_an_answer_goes_on_exactly_however_it_is_cut() -> None:
             for start in {0, *(piece.start for piece in told), stop}:
                 for again in cuts(start, len(ANSWER)):
                     request, heard = heard_request()
-                    heard[0](Told(told, 1, 0))
-                    heard[0](Told([], 1, 0, Drained([ANSWER[:stop]], 0)))
-                    heard[1](Told(again, 1, 0))
-                    heard[1](Told([Piece("!", 0, [], None, "length", start=len(ANSWER))], 1, 0))
+                    tell(heard[0], Told(told, 1, 0))
+                    tell(heard[0], Told([], 1, 0, Drained([ANSWER[:stop]], 0)))
+                    tell(heard[1], Told(again, 1, 0))
+                    tell(heard[1], Told([Piece("!", 0, [], None, "length", start=len(ANSWER))], 1, 0))
                     pieces = request._pieces
                     assert [piece.start for piece in pieces] == [0, *accumulate(len(p.tokens) for p in pieces)][:-1]
                     assert [token for piece in pieces for token in piece.tokens] == ANSWER

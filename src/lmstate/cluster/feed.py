@@ -38,7 +38,8 @@ class Feed:
         self._woken = False  # whether the loop is to take what is fresh
         self._requests: dict[str, tuple[Request, asyncio.Event]] = {}  # and what is set once the outcome was sent
         self._whole: set[str] = set()  # requests of which the first news has all of the prompt
-        self._number = self._streams = self._open = 0  # of the last message, streams that began, those that did not end
+        self._number: int | None = None  # of the last message; None before the front told of the one that it heard
+        self._streams = self._open = 0  # streams that began, those that did not end
 
     @property
     def unused(self) -> bool:
@@ -72,11 +73,14 @@ class Feed:
             self._fresh.pop(id, None)
         self._whole.discard(id)
 
-    async def messages(self, idle: float) -> AsyncIterator[tuple[int, list[tuple[str, WireNews]]]]:
+    async def messages(self, idle: float, heard: int = 0) -> AsyncIterator[tuple[int, list[tuple[str, WireNews]]]]:
         """(number, news by request), the first one at once, until there were no requests for `idle` seconds.
 
-        A later call ends the stream of an earlier one.
+        A later call ends the stream of an earlier one. `heard`: the number of the last message that the front heard. A
+        feed that was let go while it rested, and is made again, goes on after it.
         """
+        begins = self._number is None
+        self._number = heard if self._number is None else self._number
         self._streams += 1
         self._open += 1
         stream, busy = self._streams, self._loop.time()
@@ -91,7 +95,8 @@ class Feed:
                 news = self._taken()
                 if self._requests or news:
                     busy = self._loop.time()
-                if news or not self._number:
+                if news or begins:
+                    begins = False
                     self._number += 1
                     yield self._number, news
         finally:
@@ -120,10 +125,11 @@ class Feeds:
 
     def get(self, id: str) -> Feed:
         """The feed of this name, made if there is none."""
-        feed = self._feeds.setdefault(id, Feed())
+        if (feed := self._feeds.get(id)) is None:
+            feed = self._feeds[id] = Feed()
         self._feeds.move_to_end(id)
         if len(self._feeds) > MOST_FEEDS:
-            unused = (name for name, one in self._feeds.items() if one.unused and one is not feed)
-            if (name := next(unused, None)) is not None:
+            unused = [name for name, one in self._feeds.items() if one.unused and one is not feed]
+            for name in unused[: len(self._feeds) - MOST_FEEDS]:
                 del self._feeds[name]
         return feed

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Protocol
 
+from lmstate.engine.delivery import Delivery
 from lmstate.engine.engine import Engine
 from lmstate.engine.request import Request
 from lmstate.engine.results import Completion, EngineError, Load, Piece
@@ -49,8 +50,15 @@ class Told:
     prompt: list[int] | None = None  # in the first news, of a session's turn: all of it, what is before it too
 
 
-Listener = Callable[[Told], None]
-"""Called for each news of a request, one at a time and in their order, on any thread. It must not wait."""
+Listener = Callable[[Told, Delivery], None]
+"""Called for each news of a request, one at a time and in their order, on any thread. It must not wait. What it has for
+its own readers it adds to the delivery, which the caller delivers: one for the news of many requests."""
+
+
+def tell(listener: Listener, told: Told) -> None:
+    """Tell a listener alone."""
+    listener(told, delivery := Delivery())
+    delivery.deliver()
 
 
 class Errand(Protocol):
@@ -156,7 +164,7 @@ class LocalReplica:
             with self._lock:  # nothing is told of one that is lost but that it is
                 if self._lost:
                     return
-            listener(Told(pieces, request.computed, request.reused, outcome, request.prompt))
+            tell(listener, Told(pieces, request.computed, request.reused, outcome, request.prompt))
             if outcome is not None:
                 with self._lock:
                     self._listeners.pop(listener, None)
@@ -184,7 +192,7 @@ class LocalReplica:
             self._lost = True
             listeners, self._listeners = list(self._listeners), {}
         for listener in listeners:
-            listener(Told([], 0, None, ReplicaLost(f"replica {self.id} was lost")))
+            tell(listener, Told([], 0, None, ReplicaLost(f"replica {self.id} was lost")))
 
     def _refuse_lost(self) -> None:
         if self._lost:

@@ -158,11 +158,12 @@ class MovingRequest(Request):
             self._told_read = read
         errand.read_elsewhere(read, self.max_unread)
 
-    def _hear(self, attempt: int, told: Told) -> None:
+    def _hear(self, attempt: int, told: Told, delivery: Delivery) -> None:
         """Take news of a replica, unless the request has moved on from there."""
         with self._lock:
             if attempt != self._attempt or self.done:
                 return
+            self._delivery = delivery
             self.prompt = told.prompt or self.prompt
             if told.reused is not None:
                 self._came = True
@@ -179,7 +180,6 @@ class MovingRequest(Request):
             outcome = told.outcome
             if outcome is None:
                 self._homeless = None
-                self._delivery.deliver()
             elif self._refused(outcome):
                 self._refusal = outcome if isinstance(outcome, FINAL) else None
                 self._go_on()
@@ -189,7 +189,6 @@ class MovingRequest(Request):
                     gave_up = f"{self._lost} replicas were lost with this answer, the last one so: {outcome}"
                     self._finish(EngineError(gave_up))
                     return
-                self._delivery.deliver()
                 self.moves += 1
                 self._tried = []
                 self._go_on()

@@ -14,7 +14,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from lmstate.cluster.handle import Listener, ReplicaLost, Told, Unreached, Work
+from lmstate.cluster.handle import Listener, ReplicaLost, Told, Unreached, Work, tell
 from lmstate.cluster.parts import WirePart, parts_of, parts_of_file
 from lmstate.cluster.pictures import PictureMissing, picture_parts, picture_to_wire, without_copies
 from lmstate.cluster.wire import (
@@ -35,6 +35,7 @@ from lmstate.cluster.wire import (
     unpack,
     work_to_wire,
 )
+from lmstate.engine.delivery import Delivery
 from lmstate.engine.results import EngineError, Load
 from lmstate.engine.session_record import Record
 from lmstate.errors import EmbeddingsGone
@@ -207,10 +208,9 @@ class RemoteReplica:
 
     async def _hear(self) -> None:
         """Tell the listeners the news of their requests, while there are any."""
-        told = pack(WireFeed(self._feed))
         try:
             while self._listeners:
-                stream = self._channel.stream("news", told)
+                stream = self._channel.stream("news", pack(WireFeed(self._feed, self._heard)))
                 try:
                     async for data in stream:
                         self._take(unpack(data, WireHeard))
@@ -229,8 +229,12 @@ class RemoteReplica:
         self._heard += 1
         if heard.number != self._heard:
             raise ReplicaLost(f"a part of the news of replica {self.id} was lost")
-        for id, news in heard.news:
-            self._tell(id, news_of_wire(news))
+        delivery = Delivery()
+        try:
+            for id, news in heard.news:
+                self._tell(id, news_of_wire(news), delivery)
+        finally:
+            delivery.deliver()
 
     async def _send_picture(self, media: Media) -> None:
         upload = await self._upload(picture_parts(media))
@@ -294,8 +298,9 @@ class RemoteReplica:
         finally:
             await stream.aclose()
 
-    def _tell(self, id: str, told: Told) -> None:
-        """Tell the listener of a request, if it is there. Raises ReplicaLost if that is the outcome."""
+    def _tell(self, id: str, told: Told, delivery: Delivery | None = None) -> None:
+        """Tell the listener of a request, if it is there: at once, or for a `delivery`. Raises ReplicaLost if that is
+        the outcome."""
         if isinstance(told.outcome, ReplicaLost):
             raise told.outcome
         with self._lock:
@@ -303,13 +308,16 @@ class RemoteReplica:
                 del self._listeners[id]
         if listener is None:
             return
+        own = delivery or Delivery()
         try:
-            listener(told)
+            listener(told, own)
         except Exception as error:
             LOG.exception("news of a replica could not be taken")
             with self._lock:
                 self._listeners.pop(id, None)
-            listener(Told([], 0, None, EngineError(f"the news of a replica failed: {error}")))
+            listener(Told([], 0, None, EngineError(f"the news of a replica failed: {error}")), own)
+        if delivery is None:
+            own.deliver()
 
     def note(self, note: WireNote) -> None:
         """Send a sender's wish, until it arrives or the replica is lost. Wishes may overtake each other."""
@@ -385,7 +393,7 @@ class RemoteReplica:
             self._lost = self._lost or error
             listeners, self._listeners = list(self._listeners.values()), {}
         for listener in listeners:
-            listener(Told([], 0, None, error))
+            tell(listener, Told([], 0, None, error))
         self._loop.begin(self._stop_waiting())
 
     async def _stop_waiting(self) -> None:

@@ -118,8 +118,8 @@ class ServedEngine:
 
     async def news(self, told: bytes) -> AsyncIterator[bytes]:
         """`WireHeard`s of a `WireFeed`, until it has no requests for a few seconds: see `views`."""
-        feed = self._feeds.get(unpack(told, WireFeed).id)
-        async for number, news in feed.messages(IDLE):
+        wanted = unpack(told, WireFeed)
+        async for number, news in self._feeds.get(wanted.id).messages(IDLE, wanted.heard):
             yield pack(WireHeard(self.id, number, news))
 
     async def _queued(self, work: WireWork) -> Request:

@@ -176,9 +176,10 @@ class WireNews(msgspec.Struct, frozen=True):
 
 
 class WireFeed(msgspec.Struct, frozen=True):
-    """A stream of news that a front wants to hear: of the requests that name it."""
+    """A stream of news that a front wants to hear: of the requests that name it, after the message it `heard` last."""
 
     id: str
+    heard: int = 0
 
 
 class WireHeard(msgspec.Struct, frozen=True, array_like=True):

@@ -117,6 +117,10 @@ class Tokenizer:
             raise ValueError(
                 f"token ids are whole numbers from 0 to {self.vocab_size - 1}; got {min(ids)} to {max(ids)}"
             )
+        return self._decoded(ids, skip_special_tokens)
+
+    def _decoded(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """`decode` without its checks, as for the ids that a model chose."""
         with _told("decode"):
             if len(ids) < LONG:
                 return self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -203,7 +207,7 @@ class Tokenizer:
     def stream(self, skip_special_tokens: bool = True) -> TextStream:
         """A decoder for ids that come one by one."""
         silent = self.special_ids if skip_special_tokens else frozenset()
-        return TextStream(lambda ids: self.decode(ids, skip_special_tokens), self._byte_ids, silent)
+        return TextStream(lambda ids: self._decoded(ids, skip_special_tokens), self._byte_ids, silent)
 
     @cached_property
     def _byte_ids(self) -> frozenset[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -49,6 +50,10 @@ class ChatAnswer:
             "model": self.model,
             "system_fingerprint": fields.system_fingerprint(self.service),
         }
+
+    @cached_property
+    def _chunk_head(self) -> dict[str, Any]:
+        return self.head("chat.completion.chunk")
 
     def whole(self) -> dict[str, Any]:
         completion = self.task.completion
@@ -107,7 +112,7 @@ class ChatAnswer:
             if self.stream_usage is not None:
                 usage = fields.usage_of(self.task.completion, self.task.answers)
                 timings = fields.timings_of(self.task.completion)
-                yield data({**self.head("chat.completion.chunk"), "choices": [], "usage": usage, "timings": timings})
+                yield data({**self._chunk_head, "choices": [], "usage": usage, "timings": timings})
             yield DONE
         except Exception as error:
             log.error("a stream failed", exc_info=error)
@@ -128,7 +133,7 @@ class ChatAnswer:
             choice["logprobs"] = {"content": fields.token_logprobs(self.service, logprobs), "refusal": None}
         if self.wants_ids:
             choice["token_ids"] = ids
-        chunk = {**self.head("chat.completion.chunk"), "choices": [choice]}
+        chunk = {**self._chunk_head, "choices": [choice]}
         if first and self.wants_ids:
             chunk["prompt_token_ids"] = self.task.prompt.tokens
         if self.stream_usage is not None:

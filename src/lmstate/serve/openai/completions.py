@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from time import time
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +75,7 @@ class Texts:
     created: int = field(default_factory=lambda: int(time()))
     _generated: int = field(default=0, init=False)  # tokens so far
 
+    @cached_property
     def head(self) -> dict[str, Any]:
         return {
             "id": self.id,
@@ -89,7 +92,7 @@ class Texts:
             for number, completion in enumerate(completions)
             for place, index in enumerate(self._best(completion))
         ]
-        return {**self.head(), "choices": choices, "usage": usage_of(completions)}
+        return {**self.head, "choices": choices, "usage": usage_of(completions)}
 
     def _best(self, completion: Completion) -> list[int]:
         """The answers to give, of those that were made: the likeliest a token."""
@@ -145,56 +148,39 @@ class Texts:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The stream: pieces of all prompts as they come, then the usage."""
-        queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
-
-        async def feed(number: int, request: EngineRequest) -> None:
-            try:
-                async for piece in request:
-                    queue.put_nowait((number, piece))
-                queue.put_nowait((number, None))
-            except Exception as error:
-                queue.put_nowait((number, error))
-
-        tasks = [asyncio.create_task(feed(number, request)) for number, request in enumerate(self.requests)]
         try:
-            running = len(tasks)
             echoed: set[int] = set()
             made: dict[int, Listed] = {}
-            while running:
-                number, piece = await queue.get()
-                if isinstance(piece, Exception):
-                    raise piece
-                if piece is None:
-                    running -= 1
-                    continue
-                index = number * self.n + piece.index
-                self._generated += len(piece.tokens)
-                if self.echo and index not in echoed:
-                    echoed.add(index)
-                    yield self._chunk(index, self.service.tokenizer.decode(self.prompts[number]), None, None)
-                told = None
-                if self.logprobs is not None:
-                    listed = made.get(index)
-                    if listed is None:
-                        prompt = self.prompts[number]
-                        listed = made[index] = Listed(TokenPlaces(self.service.tokenizer, prompt))
-                    if entries := listed.fresh(piece):
-                        told = self.legacy(self._placed(listed.places, [one.token for one in entries]), list(entries))
-                reason = None
-                if piece.finished is not None:
-                    reason = "stop" if piece.finished in ("eos", "stop") else "length"
-                if piece.text or told or reason or self.wants_ids:
-                    yield self._chunk(index, piece.text, told, reason, piece.tokens)
+            async with aclosing(pieces_of(self.requests)) as pieces:
+                async for number, piece in pieces:
+                    index = number * self.n + piece.index
+                    self._generated += len(piece.tokens)
+                    if self.echo and index not in echoed:
+                        echoed.add(index)
+                        yield self._chunk(index, self.service.tokenizer.decode(self.prompts[number]), None, None)
+                    told = None
+                    if self.logprobs is not None:
+                        listed = made.get(index)
+                        if listed is None:
+                            prompt = self.prompts[number]
+                            listed = made[index] = Listed(TokenPlaces(self.service.tokenizer, prompt))
+                        if entries := listed.fresh(piece):
+                            told = self.legacy(
+                                self._placed(listed.places, [one.token for one in entries]), list(entries)
+                            )
+                    reason = None
+                    if piece.finished is not None:
+                        reason = "stop" if piece.finished in ("eos", "stop") else "length"
+                    if piece.text or told or reason or self.wants_ids:
+                        yield self._chunk(index, piece.text, told, reason, piece.tokens)
             if self.stream_usage is not None:
                 completions = [await request.wait() for request in self.requests]
-                yield data({**self.head(), "choices": [], "usage": usage_of(completions)})
+                yield data({**self.head, "choices": [], "usage": usage_of(completions)})
             yield DONE
         except Exception as error:
             log.error("a stream failed", exc_info=error)
             yield data(as_api_error(error).openai())
         finally:
-            for task in tasks:
-                task.cancel()
             self.cancel()
 
     def _chunk(
@@ -203,7 +189,7 @@ class Texts:
         choice = {"index": index, "text": text, "logprobs": told, "finish_reason": reason}
         if self.wants_ids:
             choice["token_ids"] = list(tokens)
-        chunk = {**self.head(), "choices": [choice]}
+        chunk = {**self.head, "choices": [choice]}
         if self.stream_usage is not None:
             chunk |= self.stream_usage.shown(sum(map(len, self.prompts)), self._generated)
         return data(chunk)
@@ -215,6 +201,38 @@ class Texts:
     def progress(self) -> bytes:
         computed, total = (sum(both) for both in zip(*(request.progress for request in self.requests)))
         return comment(f"prompt {computed}/{total}" if computed < total else "ping")
+
+
+async def pieces_of(requests: Sequence[EngineRequest]) -> AsyncGenerator[tuple[int, Piece]]:
+    """(number of the request, piece) of requests that are answered at a time. Raises the first error of one."""
+    if len(requests) == 1:  # no task and no queue are woken for each token
+        async for piece in requests[0]:
+            yield 0, piece
+        return
+    queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue(1)  # pieces that the client has no room for stay unread
+
+    async def feed(number: int, request: EngineRequest) -> None:
+        try:
+            async for piece in request:
+                await queue.put((number, piece))
+            await queue.put((number, None))
+        except Exception as error:
+            await queue.put((number, error))
+
+    tasks = [asyncio.create_task(feed(number, request)) for number, request in enumerate(requests)]
+    try:
+        running = len(tasks)
+        while running:
+            number, piece = await queue.get()
+            if isinstance(piece, Exception):
+                raise piece
+            if piece is None:
+                running -= 1
+            else:
+                yield number, piece
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def completions(service: Service, request: Request, body: CompletionBody) -> ASGIApp:

@@ -7,12 +7,12 @@ disconnect beside its work, and cancels the work.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 T = TypeVar("T")
@@ -40,12 +40,9 @@ def comment(text: str) -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False).encode
-
-
 def dumps(value: Any) -> bytes:
     # Half a surrogate pair cannot come in; the model's text is valid as the tokenizer decodes it.
-    return _encode(value).encode("utf-8")
+    return msgspec.json.encode(value)
 
 
 async def until_gone(receive: Receive) -> None:
