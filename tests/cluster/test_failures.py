@@ -14,6 +14,7 @@ import torch
 from lmstate.cluster import Cluster
 from lmstate.cluster.front import Front
 from lmstate.cluster.handle import LocalReplica, ReplicaLost, Told, Work
+from lmstate.cluster.key import key_seed
 from lmstate.cluster.moving import MovingRequest
 from lmstate.cluster.serving import FrontFiles
 from lmstate.cluster.wire import pack, work_to_wire
@@ -152,6 +153,34 @@ def test_a_turn_that_a_replica_stored_after_it_was_taken_for_lost_is_told_once(t
         assert left.engine.session("one").generation == 1
     for engine in engines:
         engine.close()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_turn_that_moved_with_another_front_is_told_whole(tmp_path: Path, known: bool) -> None:
+    """This front knows none of its answer, or another part than the front that the turn moved with."""
+    model, store = ours("llama"), f"file://{tmp_path}"
+    drawn = {"max_new_tokens": 400, "ignore_eos": True, "temperature": 1.0}
+    given = {**drawn, "session": "one", "idempotency_key": "k"}
+    with Engine(model) as alone, fleet(Engine(model, store=store), Engine(model, store=store), store=store) as two:
+        cluster, channels = two
+        with Cluster(channels, FrontFiles(), store) as other:
+            asked = [other.front.submit([5, 6, 7], **given)]
+            next(iter(asked[0]))
+            home, left = sorted(channels, key=lambda channel: -channel.taken)
+            go = paused(left.served.engine)
+            if known:
+                asked.append(cluster.front.submit([5, 6, 7], **given))
+                next(iter(asked[1]))
+            home.dies_after = 0
+            wait_until(lambda: len(left.served._requests) == len(asked))
+            if not known:
+                asked.append(cluster.front.submit([5, 6, 7], **given))
+                wait_until(lambda: len(left.served._requests) == 2)
+            go.set()
+            whole = alone.submit([5, 6, 7], seed=key_seed("one", "k"), **drawn)
+            for request in asked:
+                check(request, whole)
+        assert left.served.engine.session("one").generation == 1 and left.served.engine.stats()["requests"] == 1
 
 
 @pytest.mark.parametrize("leaves", [True, False])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 
-from lmstate.cluster.handle import Told
+from lmstate.cluster.handle import Told, follow
 from lmstate.cluster.wire import WireNews, news_to_wire
 from lmstate.engine.request import Request
 from lmstate.engine.results import Completion, Piece
@@ -46,8 +46,10 @@ class Feed:
         """Whether it has no requests, and no front listens."""
         return not (self._requests or self._open)
 
-    def follow(self, id: str, request: Request, *, whole: bool) -> asyncio.Event:
-        """Tell of a request from now on. The event is set once its outcome was sent."""
+    def follow(
+        self, id: str, request: Request, *, whole: bool, answered: Sequence[Sequence[int]] = ()
+    ) -> asyncio.Event:
+        """Tell of a request from now on. The event is set once its outcome was sent. `answered`: see `follow`."""
 
         def put(pieces: list[Piece], outcome: Completion | BaseException | None) -> None:
             with self._lock:
@@ -63,7 +65,7 @@ class Feed:
         self._requests[id] = request, (ended := asyncio.Event())
         if whole:
             self._whole.add(id)
-        request.follow(put)
+        follow(request, answered, put)
         return ended
 
     def leave(self, id: str) -> None:

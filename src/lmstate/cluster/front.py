@@ -18,7 +18,7 @@ from uuid import uuid4
 import torch
 
 from lmstate.cluster.handle import Errand, Listener, ReplicaHandle, ReplicaLost, Work
-from lmstate.cluster.key import RouteKey, route_key
+from lmstate.cluster.key import RouteKey, key_seed, route_key
 from lmstate.cluster.moving import MovingRequest
 from lmstate.cluster.placement import Placement, ReplicaView, RouteCosts
 from lmstate.engine.options import check_length, read_prompt, read_sourced, refuse_sourceless, with_frames
@@ -128,7 +128,8 @@ class Front:
         params.check(self.model)
         params.compiled(self.model)  # replicas compile what is written, by their prompts: what is wrong is told now
         if params.seed is None and not params.greedy:  # another replica draws the same numbers
-            params = replace(params, seed=int(torch.randint(2**62, ())))
+            turn = None if session is None or idempotency_key is None else (session, idempotency_key)
+            params = replace(params, seed=int(torch.randint(2**62, ())) if turn is None else key_seed(*turn, salt))
         ids: list[int] = []
         told: str | PicturePrompt | list[dict[str, Any]]
         if source is not None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Protocol
 
 from lmstate.engine.delivery import Delivery
 from lmstate.engine.engine import Engine
-from lmstate.engine.request import Request
+from lmstate.engine.request import Reader, Request
 from lmstate.engine.results import Completion, EngineError, Load, Piece
 from lmstate.generation.params import SamplingParams
 from lmstate.vision.reader import PicturePrompt
@@ -51,8 +51,8 @@ class Told:
 
 
 Listener = Callable[[Told, Delivery], None]
-"""Called for each news of a request, one at a time and in their order, on any thread. It must not wait. What it has for
-its own readers it adds to the delivery, which the caller delivers: one for the news of many requests."""
+"""Called for each news of a request, one at a time and in their order, on any thread. It must not wait. It adds news
+for its own readers to the delivery. The caller delivers, once for the news of many requests."""
 
 
 def tell(listener: Listener, told: Told) -> None:
@@ -133,6 +133,26 @@ def submitted(engine: Engine, work: Work, answered: list[list[int]]) -> Request:
     )
 
 
+def follow(request: Request, answered: Sequence[Sequence[int]], reader: Reader) -> None:
+    """`Request.follow` for a front whose sender has the tokens `answered`.
+
+    Two turns of one key are one request, and each front may know another part of its answer: where the request began
+    with other tokens elsewhere, they come first.
+    """
+    begins = True
+
+    def news(pieces: list[Piece], outcome: Completion | BaseException | None) -> None:
+        nonlocal begins
+        if pieces and begins:
+            begins = False
+            beginning = request.beginning
+            if [piece.tokens for piece in beginning] != [list(tokens) for tokens in answered]:
+                pieces = [*(piece for piece in beginning if piece.tokens), *pieces]
+        reader(pieces, outcome)
+
+    request.follow(news)
+
+
 class LocalReplica:
     """An engine of this process as a replica."""
 
@@ -169,7 +189,7 @@ class LocalReplica:
                 with self._lock:
                     self._listeners.pop(listener, None)
 
-        request.follow(news)
+        follow(request, answered, news)
         return request
 
     def load(self) -> Load:

@@ -48,5 +48,10 @@ def route_key(
     return RouteKey(name, False, len(tokens), found)
 
 
+def key_seed(session: str, key: str, tenant: str = "") -> int:
+    """Return the seed of a session's turn by its idempotency key: all fronts that it is sent through draw the same."""
+    return int(_digest(tenant, "turn", session, key)[:15], 16)
+
+
 def _digest(*parts: str | int) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -110,7 +110,7 @@ class ServedEngine:
             self._note(note)
         feed = self._feeds.get(work.feed)
         try:
-            await feed.follow(work.id, request, whole=work.session is not None).wait()
+            await feed.follow(work.id, request, whole=work.session is not None, answered=work.answered).wait()
         finally:
             feed.leave(work.id)
             del self._requests[work.id]

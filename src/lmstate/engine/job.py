@@ -14,7 +14,7 @@ import torch
 
 from lmstate.engine.options import check_salt
 from lmstate.engine.request import Request
-from lmstate.engine.results import Completion, Reuse, Usage
+from lmstate.engine.results import Completion, Piece, Reuse, Usage
 from lmstate.generation.logprobs import TokenLogprob, logprob
 from lmstate.generation.params import SamplingParams
 from lmstate.generation.row import AnswerRow
@@ -173,13 +173,21 @@ class Job:
 
     def begin_answers(self, model: Model) -> None:
         """Make its answers, each as far as it was answered before."""
-        self.choices = [self._begun(model, index, self.told(index)) for index in range(self.params.n)]
+        begun = [self._begun(model, index, self.told(index)) for index in range(self.params.n)]
+        if any(self.answered):
+            self.request.beginning = [
+                Piece(one.text, index, list(one.tokens), certain=one.certain()) for index, one in enumerate(begun)
+            ]
+        # One that is over is not read again. For its log probabilities it is: its last token is chosen once more.
+        again = self.params.logprobs is not None
+        self.choices = [
+            self._begun(model, index, one.tokens[:-1]) if one.over and again else one for index, one in enumerate(begun)
+        ]
 
     def _begun(self, model: Model, index: int, tokens: Sequence[int]) -> AnswerRow:
         choice = AnswerRow(model, self.params, self.prompt, index, self.seed)
         choice.replay(tokens)
-        # One that is over is not read again. For its log probabilities it is: its last token is chosen once more.
-        return self._begun(model, index, tokens[:-1]) if choice.over and self.params.logprobs is not None else choice
+        return choice
 
     def told(self, index: int) -> Sequence[int]:
         """The tokens of an answer that its sender has already."""

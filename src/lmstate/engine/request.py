@@ -33,6 +33,7 @@ class Request:
         self.prompt = prompt
         self.cancelled = False
         self.computed = 0  # tokens of the prompt, reused ones included; the engine counts
+        self.beginning: list[Piece] = []  # what its answers began with elsewhere: its own pieces are those that follow
         self.reused: int | None = None  # tokens of the prompt that were not computed again; None before it is begun
         self.end_of_thinking: ThinkingFormat | None = None  # set where the section is to end now
         self.max_unread: int | None = None  # pieces that a reader may leave unread before the answers rest; None: any
