@@ -33,6 +33,17 @@ def test_inspect_counts_what_the_model_holds(runner: CliRunner, monkeypatch: pyt
     assert "attention" in about_state
 
 
+def test_inspect_shows_what_processes_would_hold(runner: CliRunner, tmp_path: Path) -> None:
+    pair("llama")[0].save_pretrained(tmp_path)
+    result = runner.invoke(app, ["inspect", str(tmp_path), "--parallel", "2"])
+    assert result.exit_code == 0, result.stderr
+    held = result.stdout.partition("held by each of 2 processes\n")[2].splitlines()
+    assert [line.split("  ")[0] for line in held[1:4]] == ["0", "1", "one alone"]
+    assert held[-1].split() == ["3", "attention", "split"]
+    refused = runner.invoke(app, ["inspect", str(tmp_path), "--parallel", "2", "--device", "cpu"])
+    assert refused.exit_code == 2 and "processes are on the CPU" in refused.stderr
+
+
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "qwen3_5", "mamba2", "falcon_h1"])
 def test_what_grows_and_what_does_not_is_what_a_state_holds(name: str) -> None:
     model = pair(name)[1]

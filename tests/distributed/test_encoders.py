@@ -73,3 +73,21 @@ def test_a_source_that_is_refused_changes_nothing(tmp_path: Path) -> None:
                 other.condition(0, wrong)
         conditioned(model, other)
         assert same([model([IDS[:5]], other)], [expected])
+
+
+@pytest.mark.parametrize("case", ["bart", "whisper"])
+def test_an_engine_answers_each_source_as_in_one_process(case: str, tmp_path: Path) -> None:
+    """Sources in rows beside each other and one after the other, from a store that both write."""
+    folder = saved(case, tmp_path / "model")
+    with over_threads(folder, "float32", 2) as (two, _):
+        one, answers = one_process(folder, "float32"), []
+        for model in (one, two, two, one):
+            with lmstate.Engine(model, rows=2, store=tmp_path / "store") as engine:
+                begun: list[list[int] | None] = [None, IDS[:9], IDS[:9]]
+                asked = [
+                    engine.submit(start, max_new_tokens=5, source=source(model, length, seed=length))
+                    for length, start in zip((5, 40, 33), begun)
+                ]
+                answers.append([request.result(600).tokens for request in asked])
+                assert engine.stats()["folder_failed"] == 0
+        assert all(each == answers[0] for each in answers)

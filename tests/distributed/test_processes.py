@@ -191,7 +191,7 @@ def test_the_others_end_with_rank_0(folder: Path) -> None:
 
 
 def test_what_cannot_be_loaded_leaves_no_process(folder: Path) -> None:
-    for options in ({"device": ["cpu", "meta"]}, {"trainable": True}, {"heads": True}):
+    for options in ({"device": ["cpu", "meta"]}, {"trainable": True}, {"heads": folder}):
         with pytest.raises((ModelError, ValueError)):
             lmstate.load(folder, parallel=2, **options)
     for wrong in (0, 1000):

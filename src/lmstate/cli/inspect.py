@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from lmstate.cli import options
 from lmstate.cli.output import table
@@ -14,7 +17,14 @@ def inspect(
     activations: options.Activations = options.ActivationBits.auto,
     device: options.Device = None,
     mmproj: options.Mmproj = None,
-) -> None:
+    parallel: Annotated[
+        int,
+        typer.Option(
+            "--parallel", metavar="N", min=1,
+            help="Also show what each of N processes would hold, without reading weights.",
+        ),
+    ] = 1,
+) -> None:  # fmt: skip
     """Show a model's layers, sizes and state, or a saved state.
 
     \b
@@ -22,6 +32,7 @@ def inspect(
       lmstate inspect smollm2
       lmstate inspect path/to/model.gguf --weights int8
       lmstate inspect smollm2 --device cuda:0=20,cpu=10
+      lmstate inspect smollm2 --parallel 2
       lmstate inspect monday.lmstate
     """
     if model.endswith(".lmstate") or (Path(model).is_file() and not model.endswith(".gguf")):
@@ -33,10 +44,13 @@ def inspect(
         print()
         table("layers", ("layers", "tensors", "bytes"), layer_rows(snapshot))
         return
+    if parallel > 1 and device is not None:
+        raise typer.BadParameter(f"--parallel {parallel} was asked for with --device: processes are on the CPU")
     options.refuse_unknown(model)
     from lmstate.cli.inspect_model import model_rows, read_rows, state_rows, weight_rows
 
-    loaded = options.load_model(model, weights, device=device, activations=activations, mmproj=mmproj)
+    where = "meta" if parallel > 1 else device
+    loaded = options.load_model(model, weights, device=where, activations=activations, mmproj=mmproj)
     table(model, ("", ""), model_rows(loaded))
     print()
     table(
@@ -49,3 +63,14 @@ def inspect(
     print()
     head = ("tokens", "weights", "attended to", "index", "whatever the length", "together", "of all stored")
     table("read by a decode step of one row", head, read_rows(loaded))
+    if parallel > 1:
+        from lmstate.cli.inspect_ranks import held_rows, split_rows
+
+        print()
+        table(
+            f"held by each of {parallel} processes",
+            ("process", "weights", "state per token", "state whatever the length"),
+            held_rows(loaded, parallel),
+        )
+        print()
+        table("their state", ("layers", "kind", "state"), split_rows(loaded, parallel))

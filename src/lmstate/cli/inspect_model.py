@@ -60,7 +60,16 @@ def _weights(by_kind: Mapping[str, int]) -> str:
 
 
 def state_rows(model: Model) -> list[tuple[str, ...]]:
-    """A line for each kind of layer state: number of layers, bytes per token, and bytes that do not grow.
+    """A line for each kind of layer state: number of layers, bytes per token, and bytes that do not grow."""
+    layers, growing, fixed = state_bytes(model)
+    rows: list[tuple[str, ...]] = [(str(layers[kind]), kind, size(growing[kind]), size(fixed[kind])) for kind in layers]
+    if len(rows) > 1:
+        rows.append((str(layers.total()), "together", size(growing.total()), size(fixed.total())))
+    return rows
+
+
+def state_bytes(model: Model) -> tuple[Counter[str], Counter[str], Counter[str]]:
+    """By kind of layer state: the number of layers, bytes per token, and bytes that do not grow.
 
     Measured, not derived: what a state with room for two blocks of tokens holds more than one with room for one.
     """
@@ -77,10 +86,7 @@ def state_rows(model: Model) -> list[tuple[str, ...]]:
             continue
         growing[kind] += (two.nbytes() - one.nbytes()) // BLOCK_TOKENS
         fixed[kind] += 2 * one.nbytes() - two.nbytes()
-    rows: list[tuple[str, ...]] = [(str(layers[kind]), kind, size(growing[kind]), size(fixed[kind])) for kind in layers]
-    if len(rows) > 1:
-        rows.append((str(layers.total()), "together", size(growing.total()), size(fixed.total())))
-    return rows
+    return layers, growing, fixed
 
 
 def _with_room(model: Model, tokens: int) -> list[LayerState]:

@@ -65,23 +65,26 @@ class Splitter(MatrixParts):
 
         Its fingerprint is that of the whole, and names the mode and the ranks where they change bits.
         """
+        name = model.fingerprint + (f" parallel=sum:{self.ranks}" if self.mode == "sum" else "")
+        return replace(model, network=self.network(model.network, cuts), _fingerprint=name)
+
+    def network(self, whole: Network, cuts: LayerCuts) -> Network:
+        """The part of a network."""
         done: dict[int, Any] = {}
-        for block, cut in (*zip(model.blocks, cuts), *_blocks_of_heads(model.network, cuts)):
+        for block, cut in (*zip(whole.blocks, cuts), *_blocks_of_heads(whole, cuts)):
             self.mixer(block.mixer, member_of(cut, 0) if isinstance(block, NgramBlock) else cut, done)
             if type(block.mlp) is MLP and id(block.mlp) not in done:
                 done[id(block.mlp)] = self.mlp(block.mlp)
-        network = replace(
-            model.network,
-            embed=mapped(model.embed, self.part, done),
-            head=mapped(model.head, self.part, done),
-            entry=mapped(model.network.entry, self.part, done),
-            exit=mapped(model.network.exit, self.part, done),
-            blocks=mapped(model.blocks, self.part, done),
-            heads=mapped(model.heads, self.part, done),
-            encoder=mapped(model.network.encoder, self.part, done),
+        return replace(
+            whole,
+            embed=mapped(whole.embed, self.part, done),
+            head=mapped(whole.head, self.part, done),
+            entry=mapped(whole.entry, self.part, done),
+            exit=mapped(whole.exit, self.part, done),
+            blocks=mapped(whole.blocks, self.part, done),
+            heads=mapped(whole.heads, self.part, done),
+            encoder=mapped(whole.encoder, self.part, done),
         )
-        name = model.fingerprint + (f" parallel=sum:{self.ranks}" if self.mode == "sum" else "")
-        return replace(model, network=network, _fingerprint=name)
 
     def part(self, thing: Any) -> Any:
         """The part of a layer or a weight; the thing itself where it is to be taken apart, or to stay whole."""

@@ -81,8 +81,8 @@ def build(w: WeightLoader) -> Model:
             w.linear(f"{name}.up_proj.weight", shape=(inner, shape.hidden)),
             w.linear(f"{name}.down_proj.weight", shape=(shape.hidden, inner)),
             torch.cat([F.softplus(above), slope + F.softplus(below)]),
-            float(slope),
-            float(floor),
+            b.number(slope),
+            b.number(floor),
         )
 
     names = ("attention_layernorm", "self_attn", "feedforward_layernorm", "mlp")

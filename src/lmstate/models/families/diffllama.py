@@ -87,7 +87,7 @@ def build(w: WeightLoader) -> Model:
         of_q1, of_k1, of_q2, of_k2 = (
             w.tensor(f"{name}.lambda_{part}", (shape.head_dim,)).float() for part in ("q1", "k1", "q2", "k2")
         )
-        share = float((of_q1 * of_k1).sum().exp() - (of_q2 * of_k2).sum().exp()) + base
+        share = b.number((of_q1 * of_k1).sum().exp() - (of_q2 * of_k2).sum().exp()) + base
         return DifferentialAttention(
             *(plain.qkv, plain.out, plain.heads, plain.kv_heads, plain.head_dim, plain.scale, rope),
             qkv_bias=plain.qkv_bias,

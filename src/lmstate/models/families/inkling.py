@@ -187,7 +187,7 @@ def _mixture(w: WeightLoader, prefix: str, shape: b.Dims, width: int, act: str) 
         b.top_k(config, count),
         always,
         w.tensor(f"{prefix}.gate.e_score_correction_bias", (count,)),
-        config.float("route_scale", low=0.0) * float(w.tensor(_factor(w, prefix), (1,))),
+        config.float("route_scale", low=0.0) * b.number(w.tensor(_factor(w, prefix), (1,))),
     )
     routed = experts(w, f"{prefix}.experts", "w13_weight", count, hidden, width, act)
     common = experts(w, f"{prefix}.shared_experts", "shared_w13_weight", always, hidden, width, act)

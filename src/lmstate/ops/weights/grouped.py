@@ -138,7 +138,7 @@ class _GroupedWeight(Weight):
         return {"packed": self.storage}
 
     def in_large_pages(self) -> Weight:
-        if not LARGE:
+        if not LARGE or self.device.type != "cpu":
             return self
         memory = zeroed(self.nbytes).view(self.storage.shape)
         return type(self)(memory.copy_(self.storage), *self.shape, self.activations)

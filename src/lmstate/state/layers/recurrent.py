@@ -336,7 +336,8 @@ class RecurrentState(LayerState):
             held += [*(pending.carry or ()), *(inputs for _, inputs in pending.inputs)]
             held += [part for passage in pending.passed for part in passage.carry]
         held += [*self.next_carry, self.step_inputs]
-        return list({tensor.data_ptr(): tensor for tensor in held}.values())  # inputs may be a part of `step_inputs`
+        # Inputs may be a part of `step_inputs`; tensors without numbers have no address.
+        return list({tensor.data_ptr() or id(tensor): tensor for tensor in held}.values())
 
     def nbytes_to_come(self) -> int:
         if not self.period:

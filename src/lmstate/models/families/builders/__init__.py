@@ -1,7 +1,7 @@
 """Builders of the layers that families share, under their usual Hugging Face names; families import it as `b`."""
 
 from lmstate.models.families.builders.alibi import alibi_slopes
-from lmstate.models.families.builders.attention import attention, biases, cross_attention, fused_attention
+from lmstate.models.families.builders.attention import attention, biases, cross_attention, fused_attention, number
 from lmstate.models.families.builders.decoder import W1_W3_W2, decoder, pre_norm
 from lmstate.models.families.builders.defaults import (
     EPS,
@@ -135,6 +135,7 @@ __all__ = [
     "mtp_tensors",
     "norm",
     "norm_after_rope",
+    "number",
     "only_silu",
     "plain_norm",
     "pre_norm",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -151,6 +153,11 @@ def fused_attention(
         qkv_bias=bias[order().to(bias.device)] if bias is not None and grouped else bias,
         out_bias=w.tensor(f"{out}.bias", (shape.hidden,)) if biased else None,
     )
+
+
+def number(tensor: Tensor) -> float:
+    """The only number of a tensor; NaN of one without numbers, in a model of shapes."""
+    return math.nan if tensor.is_meta else float(tensor)
 
 
 def biases(w: WeightLoader, *names: str, wanted: bool = False, without: str | None = None) -> Tensor | None:

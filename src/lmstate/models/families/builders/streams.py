@@ -62,6 +62,6 @@ def _mixer(w: WeightLoader, prefix: str, shape: Dims, streams: Streams, kinds: l
         plain_norm(w, width, shape.eps),
         router_weight(w, f"{prefix}fn", logits, width),
         w.tensor(f"{prefix}base", (logits,)),
-        scale.repeat_interleave(torch.tensor(kinds, device=scale.device)),
+        scale.repeat_interleave(torch.tensor(kinds, device=scale.device), output_size=logits),
         streams.eps,
     )
