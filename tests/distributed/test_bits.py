@@ -104,6 +104,19 @@ def test_latent_attention_is_split_by_heads(case: str, kind: str, tmp_path: Path
         assert pairs and all(len(ours.key_up) == len(theirs.key_up) // 2 for ours, theirs in pairs)
 
 
+@pytest.mark.parametrize("kind", ["float32", "int4"])
+@pytest.mark.parametrize("case", ["mimo_v2_flash", "mimo_v2_flash-groups", "dory"])
+def test_attention_of_other_heads_is_split(case: str, kind: str, tmp_path: Path) -> None:
+    """With values narrower than keys and sinks, and with gates and queries that have factors of each head."""
+    folder = saved(case, tmp_path)
+    with over_threads(folder, kind, 2) as (model, _):
+        one = one_process(folder, kind)
+        assert same(story(model, tmp_path), story(one, tmp_path))
+        split = [(ours.mixer, theirs.mixer) for ours, theirs, cut in zip(model.blocks, one.blocks, model.cuts) if cut]
+        assert len(split) > 1
+        assert all(ours.heads < theirs.heads for ours, theirs in split)  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     "case",
     ["llama", "gemma3n", "qwen3_moe", "qwen3_5-tied", "mamba2-groups", "qwen3_next", "mamba2", "lfm2", "zaya-windows"],

@@ -34,6 +34,8 @@ from lmstate.distributed.matrices import (
 )
 from lmstate.distributed.recurrences import cut_of_recurrence, part_of_recurrence
 from lmstate.models.block import Block
+from lmstate.models.families.dory import ScaledGates
+from lmstate.models.families.mimo_v2_flash import NarrowValues
 from lmstate.models.heads.assistant import AssistantHead
 from lmstate.models.heads.block_head import BlockHead
 from lmstate.models.heads.head import DraftHead
@@ -133,7 +135,10 @@ class Splitter(MatrixParts):
     def attention(self, whole: Attention, kv_heads: Sequence[int]) -> Attention:
         """Attention of the heads of this rank."""
         own, own_kv = self.heads(whole, kv_heads)
-        outputs, width = self.projected(whole, kv_heads), whole.heads // whole.kv_heads * whole.head_dim
+        outputs, width = self.projected(whole, kv_heads), whole.heads // whole.kv_heads * _value_dim(whole)
+        turned = whole.turned_weight
+        if isinstance(whole, ScaledGates):
+            whole = replace(whole, gate_scale=whole.gate_scale[features(own, whole.gates // whole.heads)])
         return replace(
             whole,
             qkv=self.rows(whole.qkv, outputs),
@@ -142,6 +147,7 @@ class Splitter(MatrixParts):
             heads=len(own),
             kv_heads=len(own_kv),
             gates=len(own) * (whole.gates // whole.heads),
+            turned_weight=turned if turned is None or turned.ndim == 1 else at(turned, own),
             sinks=at(whole.sinks, own),
             slopes=at(whole.slopes, own),
             biases=at(whole.biases, own),
@@ -157,12 +163,12 @@ class Splitter(MatrixParts):
     def projected(self, whole: Attention, kv_heads: Sequence[int]) -> Tensor:
         """The outputs of `qkv` that are of these heads."""
         own, own_kv = self.heads(whole, kv_heads)
-        stored = 0 if whole.reads is not None else whole.kv_heads * whole.head_dim
+        stored = () if whole.reads is not None else (whole.head_dim, _value_dim(whole))
         width = whole.head_dim * (2 if whole.gate else 1)  # of a query head's outputs
         rows, first = [features(own, width)], whole.heads * width
-        for _ in range(2 if stored else 0):
-            rows.append(first + features(own_kv, whole.head_dim))
-            first += stored
+        for each in stored:
+            rows.append(first + features(own_kv, each))
+            first += whole.kv_heads * each
         if whole.gates:
             rows.append(first + features(own, whole.gates // whole.heads))
         return torch.cat(rows)
@@ -413,8 +419,18 @@ def _blocks_of_heads(network: Network, cuts: LayerCuts) -> Iterator[tuple[Block,
             yield from ((block, member_of(own, at)) for at, block in enumerate(head.blocks))
 
 
+BY_HEADS = Attention, NarrowValues, ScaledGates
+"""Types of attention whose heads know nothing of each other."""
+
+
+def _value_dim(mixer: Attention) -> int:
+    """Features of a value of a head."""
+    return mixer.value_dim if isinstance(mixer, NarrowValues) else mixer.head_dim
+
+
 def _cut(mixer: object, ranks: int) -> LayerCut:
-    if type(mixer) is Attention:
+    if type(mixer) in BY_HEADS:
+        assert isinstance(mixer, Attention)
         return tuple(heads_of(mixer.kv_heads, ranks)) if _splits(mixer, ranks) else ()
     if type(mixer) is CrossAttention:
         return (
