@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lmstate.errors import ModelError
 
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tiktoken.model"]
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tiktoken.model", "rwkv_vocab_v20230424.txt"]
 DOWNLOAD_SECONDS = 1800
 SHOWN_FILES = 12  # of a repository, in an error
 COMMIT = re.compile("[0-9a-f]{40}")  # of a Hub repository, whole

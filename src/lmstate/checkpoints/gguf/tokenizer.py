@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from lmstate.checkpoints.config import Config
 from lmstate.checkpoints.gguf.special_ids import special_id
 from lmstate.checkpoints.gguf.splitting import WITHOUT_BYTES, splitting_of
+from lmstate.checkpoints.longest_match import TEMPLATE as WORLD_TEMPLATE
+from lmstate.checkpoints.longest_match import longest_match, unescaped
 from lmstate.checkpoints.tokenizer_json import added_token, all_splits, byte_level, document, surrounding
 from lmstate.errors import ModelError
 from lmstate.text.endings import CONTROL_NAME, ENDINGS, end_ids
@@ -56,11 +58,13 @@ def tokenizer_of(metadata: Config, notes: list[str] | None = None) -> TokenizerF
         made = _sentencepiece(metadata, tokens, vocabulary, _scored_merges(metadata, vocabulary, notes), True)
     elif model == "t5":
         made = _unigram(metadata, tokens, types)
+    elif model == "rwkv":
+        made = _longest_match(metadata, tokens, types, vocabulary)
     else:
         raise ModelError(
             f"{metadata.where} has a tokenizer of kind {model[:80]!r}; lmstate reads gpt2 (byte-level BPE), llama, "
-            f"gemma4 (SentencePiece BPE) and t5 (SentencePiece unigrams). Use the model's Hugging Face directory, "
-            f"which has a tokenizer.json"
+            f"gemma4 (SentencePiece BPE), t5 (SentencePiece unigrams) and rwkv (the longest token at each place). Use "
+            f"the model's Hugging Face directory, which has a tokenizer.json"
         )
     made["added_tokens"] = [
         added_token(index, tokens[index], kind in (CONTROL, UNKNOWN))
@@ -107,6 +111,8 @@ def _settings(metadata: Config, tokens: tuple[str, ...], notes: list[str]) -> di
             settings[f"{ours}_token"] = tokens[index]
     template = metadata.str("tokenizer.chat_template", default=None)
     tool_use = metadata.str("tokenizer.chat_template.tool_use", default=None)
+    if template == "rwkv-world":  # a name, of what llama.cpp writes itself
+        template = WORLD_TEMPLATE
     if template is not None:
         settings["chat_template"] = template
     if tool_use is not None:
@@ -208,6 +214,14 @@ def _sentencepiece(
     made["decoder"] = {"type": "Sequence", "decoders": steps}
     made["begins"] = True
     return made
+
+
+def _longest_match(
+    metadata: Config, tokens: tuple[str, ...], types: list[int], vocabulary: dict[str, int]
+) -> dict[str, Any]:
+    texts = {index: unescaped(token) for index, token in enumerate(tokens) if types[index] == NORMAL}
+    others = {token: index for token, index in vocabulary.items() if types[index] != NORMAL}
+    return longest_match(texts, metadata.where, others) | {"begins": False}
 
 
 def _unigram(metadata: Config, tokens: tuple[str, ...], types: list[int]) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from lmstate.checkpoints.huggingface.tekken import NAME as TEKKEN
 from lmstate.checkpoints.huggingface.tekken import tekken_files
 from lmstate.checkpoints.huggingface.tiktoken import NAME as TIKTOKEN
 from lmstate.checkpoints.huggingface.tiktoken import tiktoken_json
+from lmstate.checkpoints.longest_match import END, world_json
+from lmstate.checkpoints.longest_match import NAME as WORLD
 from lmstate.checkpoints.source import GroupedQuant, RowTable, dtype_name, part_of
 from lmstate.errors import ModelError
 from lmstate.files.json_object import read_object
@@ -214,7 +216,7 @@ PROMPTS = {
 def tokenizer_files(path: Path) -> TokenizerFiles | None:
     """The tokenizer of a directory: tokenizer.json, and the settings and chat templates that are beside it.
 
-    Without one it is Mistral's tekken.json or Kimi's tiktoken.model, if there is one.
+    Without one it is Mistral's tekken.json, Kimi's tiktoken.model or RWKV's vocabulary, if there is one.
     """
     settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -227,6 +229,8 @@ def tokenizer_files(path: Path) -> TokenizerFiles | None:
             document, settings = made.tokenizer_json, {**made.settings, **settings}
         elif (path / TIKTOKEN).is_file() and _model_type(path).startswith("kimi"):
             document = tiktoken_json(path / TIKTOKEN, settings)
+        elif (path / WORLD).is_file():
+            document, settings = world_json(path / WORLD), {**settings, "bos_token": END, "eos_token": END}
         else:
             return None
     if (path / "chat_template.json").is_file():

@@ -176,6 +176,7 @@ FAMILIES = {
     "qwen4_exp_text": "qwen4_exp",
     "recurrent_gemma": "recurrent_gemma",
     "rwkv": "rwkv",
+    "rwkv7": "rwkv7",
     "sarvam_mla": "deepseek",
     "sarvam_moe": "glm4_moe",
     "seed_oss": "llama",

@@ -65,6 +65,9 @@ QWEN3_5_TILED: dict[str, Spans] = {
     "linear_attn.out_proj.weight": "columns",
 }
 
+RWKV_PROJECTIONS = {"r": "receptance", "k": "key", "v": "value", "o": "output"}
+LORA = {0: "2.bias", 1: "0.weight", 2: "2.weight"}
+
 LFM2 = {
     **ATTENTION,
     "attn_output": "self_attn.out_proj",
@@ -170,6 +173,33 @@ def _inkling(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) 
     }
 
 
+def _rwkv7(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    config |= {"hidden_act": "sqrelu", "head_dim": metadata.int(f"{prefix}.wkv.head_size", 1, MOST_WIDTH)}
+    if "blk.0.time_mix_g1.weight" not in tensors:
+        raise ModelError(f"{metadata.where} has an RWKV-7 without gates, which lmstate cannot run")
+
+
+RWKV_7 = {
+    **{f"time_mix_{name}": f"attn.{part}_proj" for part, name in RWKV_PROJECTIONS.items()},
+    "attn_norm": "attn_norm",
+    "attn_norm_2": "ffn_norm",
+    "time_mix_ln": "attn.g_norm",
+    "channel_mix_key": "ffn.key",
+    "channel_mix_value": "ffn.value",
+}
+RWKV_7_WHOLE = {
+    **{f"time_mix_{part}{n}.weight": f"attn.{part}_lora.lora.{end}" for part in "wavg" for n, end in LORA.items()},
+    **{f"time_mix_{name}.weight": f"attn.{name}" for name in ("k_k", "k_a", "r_k")},
+    "time_mix_lerp_fused.weight": "attn.x_x",
+    "channel_mix_lerp_k.weight": "ffn.x_k",
+}
+RWKV_7_OUTSIDE = {
+    "token_embd.weight": "model.embeddings.weight",
+    "output.weight": "lm_head.weight",
+    **{f"token_embd_norm.{end}": f"model.layers.0.pre_norm.{end}" for end in ("weight", "bias")},
+    **{f"output_norm.{end}": f"model.norm.{end}" for end in ("weight", "bias")},
+}
+
 DELTAS = {
     "qwen3next": Architecture(
         "qwen3_next", "Qwen3NextForCausalLM", QWEN, whole=QWEN_WHOLE, changed=QWEN_CHANGES, extra=_qwen_config
@@ -203,6 +233,10 @@ DELTAS = {
         changed={"conv1d.weight": "convolution"},
         varied=True,
         extra=_inkling,
+    ),
+    "rwkv7": Architecture(
+        "rwkv7", "RWKV7ForCausalLM", RWKV_7, whole=RWKV_7_WHOLE, outside=RWKV_7_OUTSIDE, eps="norm_eps", hybrid=True,
+        extra=_rwkv7,
     ),
     "lfm2": Architecture(
         "lfm2", "Lfm2ForCausalLM", LFM2, outside=LFM2_OUTSIDE, changed={"conv.conv.weight": "convolution"},
