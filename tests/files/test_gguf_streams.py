@@ -55,9 +55,14 @@ BUFFERS = ("layer_multipliers", "ngram_heads_offsets", "ngram_heads_vocab_sizes"
 
 def qwen4_exp(theirs: Any) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of a file, as llama.cpp's converter writes them."""
-    config, shards = theirs.config, []
-    for full, tensor in theirs.state_dict().items():
-        value = delta.tiled_heads("qwen4exp", config, full, tensor.float().numpy())
+    saved = {name: tensor.float().numpy() for name, tensor in theirs.state_dict().items()}
+    yield from qwen4_exp_tensors(theirs.config, saved)
+
+
+def qwen4_exp_tensors(config: Any, saved: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    shards = []
+    for full, tensor in saved.items():
+        value = delta.tiled_heads("qwen4exp", config, full, tensor)
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", full)
         prefix = f"blk.{match[1]}." if match else ""
         if full.endswith(BUFFERS) or (full == "lm_head.weight" and config.tie_word_embeddings):
@@ -198,9 +203,13 @@ BARE = {
 
 
 def glm5_next(theirs: Any) -> Iterator[tuple[str, np.ndarray]]:
-    config = theirs.config.get_text_config()
-    for full, tensor in theirs.state_dict().items():
-        full, value = full.removeprefix("model.language_model."), tensor.float().numpy()
+    saved = {name: tensor.float().numpy() for name, tensor in theirs.state_dict().items()}
+    yield from glm5_next_tensors(theirs.config.get_text_config(), saved)
+
+
+def glm5_next_tensors(config: Any, saved: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    for full, value in saved.items():
+        full = full.removeprefix("model.language_model.")
         match = re.fullmatch(r"layers\.(\d+)\.(.+)", full)
         if match is None:
             if not full.startswith("model.visual"):

@@ -7,12 +7,13 @@ s = s + w' * experts(mix'(s))           # beside a gated shared one
 logits = head(mix''(s))
 
 Norms store w - 1. Mixtures are of normed streams, so that no norm comes before a part or the head.
-A head for multi-token prediction (`mtp.*`) is an attention layer on as many streams.
+A head for multi-token prediction (`mtp.*`; a layer past the last in GGUF) is an attention layer on as many streams.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from lmstate.models.layers.ngrams import NgramBlock, NgramInjection, NgramTable,
 from lmstate.models.layers.pooled_index import PooledIndex, PooledIndexAttention
 from lmstate.models.layers.rope import Rope, make_rope
 from lmstate.models.model import Model
-from lmstate.ops import Norm, Weight
+from lmstate.ops import FloatWeight, Norm, Weight
 
 DEFAULTS: b.Defaults = {
     "qwen4_exp_text": {
@@ -87,23 +88,22 @@ def build(w: WeightLoader) -> Model:
 
     no_norm = Norm(torch.ones(shape.hidden, dtype=torch.float32, device=w.device), shape.eps, "none")
 
-    def heads(embed: Weight, head: Weight, head_bias: Tensor | None) -> tuple[DraftHead, ...]:
-        return tuple(
-            WideHead(
-                depth,
-                (shape.layers,),
-                b.norm(w, f"{mtp}.pre_fc_norm_embedding.weight", shape.hidden, shape.eps, plus_one=True),
-                b.norm(w, f"{mtp}.pre_fc_norm_hidden.weight", count * shape.hidden, shape.eps, plus_one=True),
-                w.linear(f"{mtp}.fc_embedding.weight", shape=(shape.hidden, shape.hidden)),
-                w.linear(f"{mtp}.fc_hidden.weight", shape=(shape.hidden, shape.hidden)),
-                (block(shape.layers, layer),),
-                b.gated_streams(w, f"{mtp}.hyper_connection_mixer", shape, count, reads_only=True),
-                no_norm,
-                embed,
-                head,
-            )
-            for depth, (mtp, layer) in enumerate(_head_layers(w), start=1)
+    def head(depth: int, parts: HeadParts, embed: Weight, output: Weight) -> DraftHead:
+        return WideHead(
+            depth,
+            (shape.layers,),
+            b.norm(w, f"{parts.embed_norm}.weight", shape.hidden, shape.eps, plus_one=True),
+            b.norm(w, f"{parts.hidden_norm}.weight", count * shape.hidden, shape.eps, plus_one=True),
+            *_projections(w, parts.projections, shape.hidden),
+            (block(shape.layers, parts.layer),),
+            b.gated_streams(w, parts.mixer, shape, count, reads_only=True),
+            no_norm,
+            embed,
+            output,
         )
+
+    def heads(embed: Weight, output: Weight, head_bias: Tensor | None) -> tuple[DraftHead, ...]:
+        return tuple(head(depth, parts, embed, output) for depth, parts in enumerate(_heads(w, shape.layers), start=1))
 
     return b.decoder(
         w,
@@ -120,13 +120,38 @@ def build(w: WeightLoader) -> Model:
     )
 
 
-def _head_layers(w: WeightLoader) -> Iterator[tuple[str, str]]:
-    """For each head for multi-token prediction, the prefix of the part that it is in, and that of its layer."""
+class HeadParts(NamedTuple):
+    """Names of the parts of a head for multi-token prediction."""
+
+    layer: str
+    embed_norm: str
+    hidden_norm: str
+    projections: tuple[str, ...]  # of the embedding and of the streams, or of both side by side
+    mixer: str
+
+
+def _heads(w: WeightLoader, layers: int) -> Iterator[HeadParts]:
     for mtp in ("mtp", "model.mtp"):
         for layer in (f"{mtp}.layers.{index}" for index in range(b.MOST_HEADS)):
             if not w.has(f"{layer}.self_attn.q_proj.weight"):
                 break
-            yield mtp, layer
+            norms = [f"{mtp}.pre_fc_norm_{part}" for part in ("embedding", "hidden")]
+            both = (f"{mtp}.fc_embedding", f"{mtp}.fc_hidden")
+            yield HeadParts(layer, *norms, both, f"{mtp}.hyper_connection_mixer")
+    for layer in (f"model.layers.{layers + index}" for index in range(b.MOST_HEADS)):  # of GGUF
+        if not w.has(f"{layer}.hyper_connection_mixer.hc_norm.weight"):
+            break
+        norms = [f"{layer}.{part}norm" for part in "eh"]
+        yield HeadParts(layer, *norms, (f"{layer}.eh_proj",), f"{layer}.hyper_connection_mixer")
+
+
+def _projections(w: WeightLoader, names: tuple[str, ...], hidden: int) -> tuple[Weight, Weight]:
+    """Projections of the embedding and of each stream, `[E, E]` each, or stored as one `[E, 2 * E]`."""
+    if len(names) == 2:
+        embed, streams = (w.linear(f"{name}.weight", shape=(hidden, hidden)) for name in names)
+        return embed, streams
+    embed, streams = map(FloatWeight, w.tensor(f"{names[0]}.weight", (hidden, 2 * hidden)).chunk(2, dim=1))
+    return embed, streams
 
 
 def _attention(w: WeightLoader, prefix: str, shape: b.Dims, rope: Rope) -> PooledIndexAttention:

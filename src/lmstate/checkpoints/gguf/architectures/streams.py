@@ -143,6 +143,7 @@ WIDE = {
             **{f"hc_ffn_{ours}": f"mlp_hyper_connection.{theirs}" for ours, theirs in MIXED.items()},
             **{f"indexer.{part}_proj": f"self_attn.indexer.index_{part}_proj" for part in "qk"},
             **{f"indexer.{part}_norm": f"self_attn.indexer.{part}_layernorm" for part in "qk"},
+            **{f"nextn.hc_head_{ours}": f"hyper_connection_mixer.{theirs}" for ours, theirs in MIXED.items()},
         },
         whole=QWEN_WHOLE,
         outside={
