@@ -79,7 +79,7 @@ GGUF_LEFT_OUT = {
     **dict.fromkeys(("clip", "wavtokenizer-dec", "pockettts", "qwen3tts"), "encodes pictures, or makes sounds"),
     **dict.fromkeys(
         ("arctic", "arwkv7", "clef", "cogvlm", "granite-switch", "grok", "grovemoe", "kimi-k3", "maple",
-         "nanbeige", "plamo2", "plamo3", "rwkv6", "rwkv6qwen2", "smallthinker", "talkie"),
+         "nanbeige", "plamo2", "plamo3", "rwkv6", "rwkv6qwen2", "talkie"),
         "transformers has no such model to compare with"),
     "gptj": "llama.cpp has only its name",
     "chameleon": "not built yet",

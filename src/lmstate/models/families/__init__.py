@@ -180,6 +180,7 @@ FAMILIES = {
     "sarvam_mla": "deepseek",
     "sarvam_moe": "glm4_moe",
     "seed_oss": "llama",
+    "smallthinker": "smallthinker",
     "smollm3": "smollm3",
     "solar_open": "glm4_moe",
     "stablelm": "stablelm",

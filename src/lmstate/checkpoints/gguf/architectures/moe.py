@@ -156,7 +156,35 @@ def _hunyuan_moe(metadata: Config, prefix: str, config: HFConfig, tensors: Tenso
     config["moe_topk"] = config["num_experts_per_tok"]
 
 
+def _smallthinker(metadata: Config, prefix: str, config: HFConfig, tensors: Tensors) -> None:
+    experts(metadata, prefix, config, tensors)
+    softmax = 1  # as llama.cpp numbers the ways to score experts
+    window = metadata.int(f"{prefix}.attention.sliding_window", 0, default=0)
+    slides = [int(window > 0 and layer % 4 > 0) for layer in range(config["num_hidden_layers"])]
+    config |= {
+        "moe_num_primary_experts": config["num_experts"],
+        "moe_num_active_primary_experts": config["num_experts_per_tok"],
+        "moe_ffn_hidden_size": config["moe_intermediate_size"],
+        "moe_primary_router_apply_softmax": metadata.int(f"{prefix}.expert_gating_func", 0, 16, default=1) == softmax,
+        # With windows, every fourth layer from the first on has neither window nor positions.
+        "rope_layout": slides if window else [1] * len(slides),
+        "sliding_window_layout": slides,
+        "sliding_window_size": window or None,
+    }
+
+
 MIXTURES = {
+    "smallthinker": Architecture(
+        "smallthinker",
+        "SmallThinkerForCausalLM",
+        {
+            **ATTENTION,
+            **PRE_NORMS,
+            "ffn_gate_inp": "block_sparse_moe.primary_router",
+            **{f"ffn_{part}_exps": f"block_sparse_moe.experts.{{expert}}.{part}" for part in ("gate", "up", "down")},
+        },
+        extra=_smallthinker,
+    ),
     "bailingmoe2": Architecture(
         "glm4_moe",
         "Glm4MoeForCausalLM",
