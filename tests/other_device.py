@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,7 +19,8 @@ from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
-DEVICE, *MORE = (torch.device("cuda", index) for index in range(4))
+PRETENDED = tuple(torch.device("cuda", index) for index in range(4))
+DEVICE, *MORE = PRETENDED
 """The first of the devices, and others that are there where they are pretended."""
 REAL = torch.cuda.is_available()
 MARK = "lies_on"
@@ -28,12 +28,15 @@ MARK = "lies_on"
 BOTH = {Tensor.copy_, Tensor.__getitem__}
 ADDRESSES = {Tensor.data_ptr, Tensor.numpy, Tensor.__array__}
 DEVICE_OF, IS_CPU, IS_CUDA = (getattr(Tensor, name).__get__ for name in ("device", "is_cpu", "is_cuda"))
+ASKED = {DEVICE_OF, IS_CPU, IS_CUDA, *ADDRESSES}
 
 
 def place_of(x: Tensor) -> torch.device:
-    """The device of a tensor, pretended ones included."""
+    """The device of a tensor, pretended ones included. Pretended ones are always the same objects."""
+    if not REAL:
+        return x.__dict__.get(MARK, CPU)  # type: ignore[no-any-return]
     with torch._C.DisableTorchFunction():
-        place: torch.device = x.device if REAL else getattr(x, MARK, CPU)
+        place: torch.device = x.device
     return place
 
 
@@ -41,27 +44,29 @@ def elsewhere(x: Tensor) -> bool:
     return place_of(x) != CPU
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, CausalBias):  # of no device
-        return
+def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
+        return [value] if not isinstance(value, CausalBias) else []  # which is of no device
+    found: list[Tensor] = []
+    if isinstance(value, (list, tuple)):
         for item in value:
-            yield from tensors_in(item)
+            if type(item) is Tensor:  # most are
+                found.append(item)
+            elif isinstance(item, (Tensor, list, tuple)):
+                found += tensors_in(item)
+    return found
 
 
 def _mark(value: Any, place: torch.device) -> Any:
-    for x in tensors_in(value):
-        with torch._C.DisableTorchFunction():
-            setattr(x, MARK, place)
+    for x in (value,) if type(value) is Tensor else tensors_in(value):
+        x.__dict__[MARK] = place
     return value
 
 
 def _pretended(device: Any) -> torch.device:
     """The place that a device names; the current GPU is the first."""
     named = torch.device(device)
-    return torch.device(named.type, named.index or 0) if named.type == DEVICE.type else CPU
+    return PRETENDED[named.index or 0] if named.type == DEVICE.type else CPU
 
 
 class PretendedDevice(TorchFunctionMode):
@@ -75,17 +80,17 @@ class PretendedDevice(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        given = tensors_in((*args, *kwargs.values()) if kwargs else args)
+        places = [x.__dict__.get(MARK, CPU) for x in given]
+        elsewheres = {place for place in places if place is not CPU}
+        if elsewheres and func in ASKED:
+            if func == DEVICE_OF:
+                return places[0]
+            if func not in ADDRESSES:
+                return func == IS_CUDA
+            if str(sys._getframe(1).f_globals.get("__name__")).startswith("lmstate.ops.cpu"):
+                raise RuntimeError(f"{func.__name__} of a tensor on {places[0]}")
         kwargs = dict(kwargs or {})
-        given = list(tensors_in((*args, *kwargs.values())))
-        places = [place_of(x) for x in given]
-        elsewheres = {place for place in places if place != CPU}
-        if func == DEVICE_OF and elsewheres:
-            return places[0]
-        if func in (IS_CPU, IS_CUDA) and elsewheres:
-            return func == IS_CUDA
-        caller = str(sys._getframe(1).f_globals.get("__name__"))
-        if func in ADDRESSES and elsewheres and caller.startswith("lmstate.ops.cpu"):
-            raise RuntimeError(f"{func.__name__} of a tensor on {places[0]}")
         if func is Tensor.cpu:
             return _mark(args[0].clone() if elsewheres else args[0], CPU)
         if func is Tensor.to:
@@ -94,7 +99,7 @@ class PretendedDevice(TorchFunctionMode):
             kwargs["device"] = "cpu"
             return _mark(func(*args, **kwargs), _pretended(device))
         if elsewheres and func not in BOTH:
-            others = [(x.shape, place) for x, place in zip(given, places) if place == CPU and x.ndim]
+            others = [(x.shape, place) for x, place in zip(given, places) if place is CPU and x.ndim]
             if others or len(elsewheres) > 1:
                 raise RuntimeError(f"{getattr(func, '__name__', func)}: tensors {others} beside some on {elsewheres}")
         if func is torch.mm and "out_dtype" in kwargs:  # which torch has on GPUs alone
@@ -105,7 +110,7 @@ class PretendedDevice(TorchFunctionMode):
 
     def _after(self, out: Any, *places: torch.device) -> Any:
         """The output of a function whose tensors lie on one device, or on no other."""
-        return _mark(out, places[0]) if places and places[0] != CPU else out
+        return _mark(out, places[0]) if places and places[0] is not CPU else out
 
     def _to(self, args: tuple[Any, ...], kwargs: dict[str, Any], places: list[torch.device]) -> Any:
         x, *rest = args
