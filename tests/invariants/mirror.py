@@ -5,7 +5,7 @@ The oracle is recomputation: the model's plain forward over what a row should ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -20,24 +20,35 @@ from lmstate.state import LayerState, SourceFeatures, Step
 from tests.zoo import SOUNDS, source
 
 Source = tuple[int, ...] | SourceFeatures | None
+Row = tuple[Source, tuple[int, ...]]  # and its tokens
 BOUND = 1e-4
 PROBE = [7, 3]
+PLAIN = {int, float, bool, str, type(None), torch.device, torch.dtype}  # hold no tensors
 
 
 class Mirror:
     """Where the model has an encoder, each row that has no source is given another one before it is given tokens.
 
     With `carries`, which no plain forward rounds, the oracle is a state that is fed the row at once, to the bit.
+
+    A mirror that is `deferred` keeps the logits it was given for the next probe of `check`, which compares all of
+    them: one plain forward over a row answers for all rows that it goes on from, and `together` it takes many rows.
     """
 
-    def __init__(self, model: lmstate.Model, rows: int = 1, **options: Any) -> None:
+    def __init__(
+        self, model: lmstate.Model, rows: int = 1, *, deferred: bool = False, together: bool = True, **options: Any
+    ) -> None:
         self.model = model
+        self.deferred = deferred
+        self.together = together
         self.carries: int = options.get("carries", 32)
         self.state = model.new_state(rows, **options)
         self.rows: list[list[int]] = [[] for _ in range(rows)]
         self.sources: list[Source] = [None] * rows
         self._conditioned = 0
-        self._known: dict[tuple[Source, tuple[int, ...]], Tensor] = {}
+        self._known: dict[Row, Tensor] = {}
+        self._given: list[tuple[Tensor, Row]] = []
+        """Logits `[N, V]` of the last tokens of a row, to be compared."""
 
     # ---- the same to both
 
@@ -60,11 +71,11 @@ class Mirror:
                 assert got is None
             elif logits == "last":
                 if row:
-                    self.close(got[index], self.expected(row, index)[-1])
+                    self.given(got[index : index + 1], row, index)
                 else:
                     assert got[index].isnan().all(), "a row without tokens has no logits"
             elif new:
-                self.close(got[index, : len(new)], self.expected(row, index)[-len(new) :])
+                self.given(got[index, : len(new)], row, index)
 
     def draft(self, ids: Sequence[Sequence[int]], accept: Sequence[int]) -> None:
         self.condition()
@@ -73,7 +84,7 @@ class Mirror:
         assert self.state.lengths == [len(row) for row in self.rows]
         for index, (row, new) in enumerate(zip(self.rows, ids)):
             if new:
-                self.close(got[index, : len(new)], self.expected(row + list(new), index)[-len(new) :])
+                self.given(got[index, : len(new)], row + list(new), index)
         self.state.commit(list(accept))
         for row, new, n in zip(self.rows, ids, accept):
             row += new[:n]
@@ -110,14 +121,46 @@ class Mirror:
         probed = self.model([PROBE] * state.rows, state, logits="all", commit=False)
         state.discard()
         for index, row in enumerate(self.rows):
-            self.close(probed[index], self.expected(row + PROBE, index)[-len(PROBE) :])
+            self.given(probed[index], row + PROBE, index)
+        self._recompute(row for _, row in self._given)
+        for logits, known in self._given:
+            self.close(logits, self._known[known][-len(logits) :])
+        self._given.clear()
+
+    def given(self, logits: Tensor, ids: Sequence[int], row: int) -> None:
+        """Compare logits `[N, V]` of the last of some ids, which read the source of a row; if deferred, keep them."""
+        if self.deferred:
+            self._given.append((logits, (self.sources[row], tuple(ids))))
+        else:
+            self.close(logits, self.expected(ids, row)[-len(logits) :])
+
+    def _recompute(self, wanted: Iterable[Row]) -> None:
+        """Know the plain forwards over some rows: as parts of those over rows that go on from them, or anew."""
+        missing: list[Row] = []
+        parts: dict[Row, Row] = {}
+        plain = self.carries == 32  # else to the bit, so each row by itself
+        for row in sorted(dict.fromkeys(wanted), key=lambda row: -len(row[1])):
+            if row in self._known:
+                continue
+            source, ids = row
+            others = [*missing, *self._known] if plain and not self.model.network.dynamic_ropes else []
+            longer = next((other for other in others if other[0] == source and other[1][: len(ids)] == ids), None)
+            if longer is None:
+                missing.append(row)
+            else:
+                parts[row] = longer
+        if plain and self.together and self.model.encoder is None and missing:
+            found = self.model([list(ids) for _, ids in missing])
+            self._known |= {row: logits[: len(row[1])] for row, logits in zip(missing, found)}
+        else:
+            self._known |= {row: whole(self.model, row[1], row[0], self.carries) for row in missing}
+        self._known |= {row: self._known[longer][: len(row[1])] for row, longer in parts.items()}
 
     def expected(self, ids: Sequence[int], row: int = 0) -> Tensor:
         """float32 [len(ids), V]: the plain forward over the whole row, which reads the source of this one."""
-        source = self.sources[row]
-        key = source, tuple(ids)
+        key = self.sources[row], tuple(ids)
         if key not in self._known:
-            self._known[key] = whole(self.model, ids, source, self.carries)
+            self._known[key] = whole(self.model, ids, key[0], self.carries)
         return self._known[key]
 
     def close(self, got: Tensor, expected: Tensor) -> None:
@@ -148,7 +191,7 @@ def bytes_held(state: lmstate.State) -> int:
     storages: dict[int, int] = {}
 
     def walk(thing: Any) -> None:
-        if id(thing) in seen or thing is None or callable(thing):
+        if type(thing) in PLAIN or id(thing) in seen or callable(thing):
             return
         seen.add(id(thing))
         if isinstance(thing, Tensor):

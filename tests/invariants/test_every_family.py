@@ -26,7 +26,7 @@ def ids(length: int, seed: int = 0) -> list[int]:
 @few
 @given(steps=st.lists(STEPS, min_size=2, max_size=6))
 def test_any_chunking_equals_whole(case: str, steps: list[int]) -> None:
-    mirror = Mirror(ours(case))
+    mirror = Mirror(ours(case), deferred=True)
     for seed, step in enumerate(steps):
         mirror.extend([ids(step, seed)], logits="all" if seed % 2 else "last")
     mirror.check()
@@ -36,7 +36,7 @@ def test_any_chunking_equals_whole(case: str, steps: list[int]) -> None:
 @few
 @given(steps=st.lists(st.tuples(*[st.one_of(st.just(0), STEPS)] * 3), min_size=2, max_size=5))
 def test_ragged_batch_equals_each_row_alone(case: str, steps: list[tuple[int, ...]]) -> None:
-    mirror = Mirror(ours(case), rows=3)
+    mirror = Mirror(ours(case), rows=3, deferred=True, together=False)
     for seed, widths in enumerate(steps):
         mirror.extend([ids(width, 10 * seed + row) for row, width in enumerate(widths)])
     mirror.check()
@@ -59,7 +59,7 @@ def test_chunks_inside_one_call_equal_whole(case: str) -> None:
 @few
 @given(data=st.data())
 def test_partly_accepted_draft_equals_never_drafted(case: str, data: st.DataObject) -> None:
-    mirror = Mirror(ours(case), rows=3, rewind=data.draw(st.sampled_from([0, 4, 16])))
+    mirror = Mirror(ours(case), rows=3, deferred=True, rewind=data.draw(st.sampled_from([0, 4, 16])))
     mirror.extend([ids(20), ids(9, 1), []])
     for turn in range(3):
         widths = [data.draw(st.integers(0, 20)) for _ in range(3)]
@@ -72,7 +72,7 @@ def test_partly_accepted_draft_equals_never_drafted(case: str, data: st.DataObje
 @few
 @given(data=st.data())
 def test_rewound_equals_never_happened(case: str, data: st.DataObject) -> None:
-    mirror = Mirror(ours(case), rows=2, rewind=8)
+    mirror = Mirror(ours(case), rows=2, deferred=True, rewind=8)
     mirror.extend([ids(30), ids(44, 1)])
     for turn in range(4):
         row = data.draw(st.integers(0, 1))
@@ -87,7 +87,7 @@ def test_rewound_equals_never_happened(case: str, data: st.DataObject) -> None:
 
 @every_family
 def test_forked_rows_do_not_see_each_other(case: str) -> None:
-    mirror = Mirror(ours(case), rows=3)
+    mirror = Mirror(ours(case), rows=3, deferred=True)
     mirror.extend([ids(20), ids(5, 1), ids(33, 2)])
     mirror.select([0, 0, None, 2])
     mirror.check()
@@ -101,13 +101,13 @@ def test_forked_rows_do_not_see_each_other(case: str) -> None:
 @every_family
 def test_restored_equals_continued(case: str) -> None:
     model = ours(case)
-    mirror = Mirror(model, rows=2)
+    mirror = Mirror(model, rows=2, deferred=True)
     mirror.extend([ids(21), ids(40, 1)])
     snapshot, kept = mirror.state.snapshot(1), list(mirror.rows[1])
     mirror.extend([ids(30, 2), ids(30, 3)])
     mirror.restore(0, snapshot, kept)
     mirror.check()
-    other = Mirror(model, rows=1, capacity=120, rewind=0)
+    other = Mirror(model, rows=1, deferred=True, capacity=120, rewind=0)
     other.restore(0, snapshot, kept)
     other.check()
     close(model([[]], other.state)[0], other.expected(kept)[-1])
@@ -118,7 +118,7 @@ def test_restored_equals_continued(case: str) -> None:
 @every_family
 def test_failed_step_is_no_step(case: str) -> None:
     model = ours(case)
-    mirror = Mirror(model, rows=2)
+    mirror = Mirror(model, rows=2, deferred=True)
     mirror.extend([ids(20), ids(7, 1)])
     before = sum(mirror.state.memory().values())
     for index in range(len(model.blocks)):
@@ -133,8 +133,9 @@ def test_failed_step_is_no_step(case: str) -> None:
     mirror.check()
 
 
-def test_the_oracle_can_fail() -> None:
-    mirror = Mirror(ours("llama"))
+@pytest.mark.parametrize("deferred", [False, True])
+def test_the_oracle_can_fail(deferred: bool) -> None:
+    mirror = Mirror(ours("llama"), deferred=deferred)
     mirror.extend([ids(12)])
     mirror.rows[0][3] = (mirror.rows[0][3] + 1) % VOCAB
     mirror.state._rows[0].ids[3] = mirror.rows[0][3]

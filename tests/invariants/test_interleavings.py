@@ -88,7 +88,7 @@ class Run:
     """Does each operation to a mirror, with ids that never repeat."""
 
     def __init__(self, model: lmstate.Model, rewind: int, carries: int):
-        self.mirror = Mirror(model, rows=3, rewind=rewind, carries=carries)
+        self.mirror = Mirror(model, rows=3, deferred=True, rewind=rewind, carries=carries)
         self.rewind = rewind
         self.kept: tuple[lmstate.Snapshot, list[int]] | None = None
         self.fed = 0
