@@ -17,14 +17,21 @@ def alone(
     sampler: Sampler | None = None,
     index: int = 0,
     ends: frozenset[int] | None = None,
+    guess: Sequence[int] = (),
 ) -> tuple[list[int], list[float], str]:
-    """(tokens, their log probabilities, why it ended)."""
+    """(tokens, their log probabilities, why it ended).
+
+    One forward over the text and a `guess` of the answer gives the logits of all tokens that the guess has right.
+    """
     ids, tokens, logprobs = list(prompt), [], []
     picker = TokenPicker(sampler or Sampler(), 1, first=index)
     picker.see(0, prompt)
     with torch.no_grad():
-        for _ in range(count):
-            logits = model([ids])[0, -1]
+        # Not under a rope that changes with the length: there a longer text has other logits at its beginning too.
+        ahead = model([[*ids, *guess]])[0, len(ids) - 1 :] if guess and not model.network.dynamic_ropes else None
+        for at in range(count):
+            right = ahead is not None and at < len(ahead) and tokens == list(guess[:at])
+            logits = ahead[at] if right else model([ids])[0, -1]
             token = picker.pick(logits[None], [0])[0]
             if token in (model.eos_ids if ends is None else ends):
                 return tokens, logprobs, "eos"

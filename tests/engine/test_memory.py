@@ -91,7 +91,8 @@ def test_the_latest_request_of_the_lowest_priority_gives_way() -> None:
             request.when_done(lambda _, priority=priority: ended.append(priority))
         go.set()
         for priority, request in asked.items():
-            assert request.result(600).tokens == [alone(model, prompt(40, 10 + priority), 140, ends=frozenset())[0]]
+            (got,) = request.result(600).tokens
+            assert got == alone(model, prompt(40, 10 + priority), 140, ends=frozenset(), guess=got)[0]
         engine.call(lambda _: None).result(600)  # who waits for a result may hear of it before the callback
         assert ended == [2, 1, 0]
         assert engine.stats()["preempted"] > 0
@@ -105,7 +106,8 @@ def test_a_prompt_that_can_never_fit_is_refused_and_an_answer_that_outgrows_memo
         got = engine.submit(prompt(20, 1), max_new_tokens=10**6, ignore_eos=True).result(600)
         assert got.finished == ["capacity"]
         assert len(got.tokens[0]) > 50
-        assert got.tokens == [alone(model, prompt(20, 1), len(got.tokens[0]), ends=frozenset())[0]]
+        (tokens,) = got.tokens
+        assert tokens == alone(model, prompt(20, 1), len(tokens), ends=frozenset(), guess=tokens)[0]
         assert len(engine.submit(prompt(20, 2), max_new_tokens=3).result(600).tokens[0]) == 3
 
 
@@ -170,7 +172,7 @@ def test_cancelling_what_gave_way_ends_it_with_what_it_has(steps: list[int], mon
         for n, request in enumerate(asked):
             got = request.result(600)
             for tokens in got.tokens:
-                assert tokens == alone(model, prompt(40, n), len(tokens), ends=frozenset())[0]
+                assert tokens == alone(model, prompt(40, n), len(tokens), ends=frozenset(), guess=tokens)[0]
         assert any("cancelled" in request.result().finished for request in gave_way)
         engine.call(lambda _: None).result(600)  # the step that ended the last of them is over
         assert engine.stats()["row_bytes"] == 0

@@ -23,7 +23,7 @@ def ask(engine: lmstate.Engine, ids: list[int], count: int = 6, **options) -> Co
 
 def check(model: lmstate.Model, ids: list[int], got: Completion) -> None:
     for tokens, told in zip(got.tokens, got.logprobs or [], strict=True):
-        expected, logprobs, _ = alone(model, ids, len(tokens), ends=frozenset())
+        expected, logprobs, _ = alone(model, ids, len(tokens), ends=frozenset(), guess=tokens)
         assert tokens == expected
         assert [entry.logprob for entry in told] == pytest.approx(logprobs, abs=1e-4)
 

@@ -186,7 +186,7 @@ class Schedule:
     def same(self, got: Completion, ids: Sequence[int], sampler: Sampler) -> None:
         assert got.logprobs is not None
         for index, (tokens, told) in enumerate(zip(got.tokens, got.logprobs)):
-            expected, logprobs, _ = alone(self.oracle, ids, len(tokens), sampler, index, ends=frozenset())
+            expected, logprobs, _ = alone(self.oracle, ids, len(tokens), sampler, index, frozenset(), tokens)
             assert tokens == expected
             assert [entry.logprob for entry in told] == pytest.approx(logprobs, abs=1e-4)
 

@@ -148,7 +148,7 @@ class Client:
         """What was answered is what each request gets alone; what was stored is there, and goes on as it did."""
         assert not self.failures
         for prompt, tokens in self.answers:
-            assert alone(model, prompt, len(tokens), ends=frozenset())[0] == tokens
+            assert alone(model, prompt, len(tokens), ends=frozenset(), guess=tokens)[0] == tokens
         for previous, text, answer in self.draw.sample(self.responses, min(5, len(self.responses))):
             assert http.get(f"/v1/responses/{answer['id']}").json()["output"] == answer["output"]
             again = self.ask(http, previous, text)
