@@ -5,6 +5,10 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 LIBRARY = $(VENV)/.library
 
+# Bytecode is kept even where the environment asks Python not to write it: else each worker of the tests, and each
+# process that a test starts, compiles all modules again.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: demo test test-fast soak bench lint lint-workflows docs asan tsan amx wheel wheels sdist clean
 
 demo: $(LIBRARY)
