@@ -62,7 +62,8 @@ def bits(device: str, small: bool) -> Iterator[Answer]:
             own, x = weight(kind, inputs, 128, device), torch.randn(max(rows), inputs, device=device)
             whole = dense.linear(x, own, None, None)
             apart = [n for n in rows if not torch.equal(dense.linear(x[:n], own, None, None), whole[:n])]
-            yield {"inputs": inputs, "kind": kind, "tiles": configs.product(max(rows)).rows, "rows that differ": apart}
+            tiles = [configs.product(n, 128, 2).rows for n in rows]
+            yield {"inputs": inputs, "kind": kind, "tiles": tiles, "rows that differ": apart}
 
 
 def cublas(device: str, small: bool) -> Iterator[Answer]:
@@ -213,12 +214,12 @@ def recurrences(device: str, small: bool) -> Iterator[Answer]:
 QUESTIONS = {each.__name__: each for each in (bits, cublas, launches, products, attention, recurrences)}
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_questions", description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", nargs="+", choices=QUESTIONS, default=list(QUESTIONS))
     parser.add_argument("--small", action="store_true", help="shapes for the interpreter")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.manual_seed(0)
     card = torch.cuda.get_device_name() if options.device == "cuda" else options.device
     print(json.dumps({"card": card, "torch": torch.__version__}), flush=True)

@@ -1,7 +1,8 @@
 """Compile every kernel for NVIDIA's architectures, without a GPU.
 
 `python -m tests.interpreted.compile_kernels ARCH` prints JSON: of each kernel its registers, the bytes of its stack and
-of its shared memory, the instructions of the matrix unit that it uses, and whether additions are contracted.
+of its shared memory, the instructions of the matrix unit that it uses, whether additions are contracted, and the groups
+of copies that may be under way where one is waited for.
 `... write` puts that of all architectures in `resources.json`.
 """
 
@@ -37,13 +38,12 @@ ATTEND: dict[str, Any] = {
     "SPLIT": 512, "HEADS": 32, "GROUP": 4, "ROWS": 16, "D": 128, "DP": 128, "DV": 128, "DVP": 128, "DR": 0, "DRP": 16,
     "ELEMENT": tl.bfloat16, "PRECISION": "tf32",
 }  # fmt: skip
-PRODUCT: dict[str, Any] = {
-    "HAS_BIAS": False, "HAS_STREAM": True, "ELEMENT": tl.bfloat16, "ROWS": 16, "OUTPUTS": 64, "STEP": 64,
-    "PRECISION": "tf32",
-}  # fmt: skip
+HEADS: dict[str, Any] = {"ELEMENT": tl.bfloat16, "STEP": 64, "PRECISION": "tf32"}
+PLAIN = HEADS | {"HAS_BIAS": False}
+PRODUCT = PLAIN | {"HAS_STREAM": True}
 TYPES = {
-    "attend": [F, F, I64, I64, I64, I64, I64, F, F, F, F, I64, I64, F, F, *["i32"] * 3, "fp32", "fp32", "i32", "i32"],
-    "merge": [F, F, F, F, I64, I64, F, "i32", "i32"],
+    "attend": [F, F, I64, I64, I64, I64, I64, F, F, F, F, I64, I64, F, F, *["i32"] * 4, "fp32", "fp32", "i32", "i32"],
+    "merge": [F, F, F, F, I64, I64, F, *["i32"] * 3],
     "append": [F, I64, I64, I64, "i32", "i32"],
     "hadamard": [F, F, "i32"],
     "append_codes": [F, I64, I64, I64, I64, "i32", "i32"],
@@ -89,13 +89,14 @@ SSD = {
 SCAN = {"N": 16, "NP": 16, "SLICE": 64, "HAS_D": True, "HAS_GATE": True, "SOFTPLUS": True}
 FEW, MANY = configs.attention(4, 128), configs.attention(4096, 128)
 WIDE, CODED = configs.attention(4096, 256), configs.attention(4096, 128, 8)
-ONE, ROWS = configs.product(1), configs.product(4096)
-HEADS = {name: PRODUCT[name] for name in ("ELEMENT", "ROWS", "OUTPUTS", "STEP", "PRECISION")}
+ONE, WIDER, HEAD = (configs.product(1, outputs, 2) for outputs in (4096, 12288, 49152))
+SOME, ROWS = configs.product(32, 4096, 2), configs.product(64, 4096, 2)
+MANY_ROWS, GATED_ROWS = configs.product(4096, 4096, 2), configs.product(4096, 4096, 2, sums=2)
+assert len({ONE, WIDER, HEAD, SOME, ROWS, MANY_ROWS, GATED_ROWS}) == 7, "each shape that a product may have"
 CHOICE = {
     "COUNT": 256, "COUNT_P": 256, "TOP_K": 8, "TOP_K_P": 8, "SIGMOID": True, "HAS_CORRECTION": True, "NORMALIZE": True,
     "GROUPS": 8, "GROUPS_P": 8, "KEPT": 4, "TOP2": True,
 }  # fmt: skip
-PLAIN = {name: value for name, value in PRODUCT.items() if name != "HAS_STREAM"}
 WIDEST = {"D": 256, "DP": 256, "DV": 256, "DVP": 256}
 EXACT = {"ELEMENT": tl.float32, "PRECISION": "ieee"}
 LATENTS = {
@@ -117,6 +118,8 @@ CASES: dict[str, Case] = {
     "attend, 4 bits": (attention.attend, ATTEND | {"WHOLE": False, "ROWS": FEW.rows, "BITS": 4}, FEW),
     "attend, 4 bits, prompt": (attention.attend, ATTEND | {"WHOLE": True, "ROWS": CODED.rows, "BITS": 4}, CODED),
     "attend, 3 bits": (attention.attend, ATTEND | {"WHOLE": False, "ROWS": FEW.rows, "BITS": 3}, FEW),
+    "attend, 4 bits of 256": (attention.attend, ATTEND | WIDEST | {"WHOLE": True, "ROWS": WIDE.rows, "BITS": 4}, WIDE),
+    "attend, codes of 256": (attention.attend, ATTEND | WIDEST | {"WHOLE": False, "ROWS": FEW.rows, "BITS": 8}, WIDE),
     "attend, 2 bits": (attention.attend, ATTEND | {"WHOLE": False, "ROWS": FEW.rows, "BITS": 2}, FEW),
     "attend, chosen latents": (
         attention.attend,
@@ -141,14 +144,23 @@ CASES: dict[str, Case] = {
     "append": (attention.append, {"K": 8, "D": 128, "DP": 1024, "ELEMENT": tl.bfloat16}),
     "rope": (attention.rope, {"D": 128, "DP": 128, "HALF": 64, "INTERLEAVED": False}),
     "product": (dense.product, PRODUCT | {"KIND": "float"}, ONE),
-    "product, 64 rows": (dense.product, PRODUCT | {"KIND": "float", "ROWS": ROWS.rows}, ROWS),
+    "product, 32 outputs": (dense.product, PRODUCT | {"KIND": "float"}, WIDER),
+    "product, head": (dense.product, PRODUCT | {"KIND": "float"}, HEAD),
+    "product, 32 rows": (dense.product, PRODUCT | {"KIND": "float"}, SOME),
+    "product, 64 rows": (dense.product, PRODUCT | {"KIND": "float"}, ROWS),
+    "product, 128 rows": (dense.product, PRODUCT | {"KIND": "float"}, MANY_ROWS),
     "product, int4": (dense.product, PRODUCT | {"KIND": "int4"}, ONE),
+    "product, int4, head": (dense.product, PRODUCT | {"KIND": "int4"}, HEAD),
     "product, int8": (dense.product, PRODUCT | {"KIND": "int8"}, ONE),
-    "product, int4, 64 rows": (dense.product, PRODUCT | {"KIND": "int4", "ROWS": ROWS.rows}, ROWS),
+    "product, int8, 128 rows": (dense.product, PRODUCT | {"KIND": "int8"}, MANY_ROWS),
+    "product, int4, 64 rows": (dense.product, PRODUCT | {"KIND": "int4"}, ROWS),
+    "product, int4, 128 rows": (dense.product, PRODUCT | {"KIND": "int4"}, MANY_ROWS),
+    "product, float32": (dense.product, PRODUCT | EXACT | {"KIND": "float"}, configs.product(64, 4096, 4)),
     "product_glu": (dense.product_glu, PLAIN | {"KIND": "float", "ACT": "silu"}, ONE),
-    "product_glu, 64 rows": (dense.product_glu, PLAIN | {"KIND": "float", "ACT": "silu", "ROWS": ROWS.rows}, ROWS),
+    "product_glu, 128 rows": (dense.product_glu, PLAIN | {"KIND": "float", "ACT": "silu"}, GATED_ROWS),
+    "product_glu, int4, 128 rows": (dense.product_glu, PLAIN | {"KIND": "int4", "ACT": "gelu"}, GATED_ROWS),
     "expert_product, int4": (dense.expert_product, PLAIN | {"KIND": "int4", "SHARE": 8}, ONE),
-    "expert_product, 64 rows": (dense.expert_product, PLAIN | {"KIND": "float", "SHARE": 8, "ROWS": ROWS.rows}, ROWS),
+    "expert_product, 64 rows": (dense.expert_product, PLAIN | {"KIND": "float", "SHARE": 8}, ROWS),
     "weigh": (dense.weigh, {"TOP_K": 8, "WEIGHS": True, "WIDTH": 1024}),
     "argmax_parts": (dense.argmax_parts, {"WIDTH": 4096}),
     "argmax_merged": (dense.argmax_merged, {"PARTS": 64}),
@@ -157,7 +169,7 @@ CASES: dict[str, Case] = {
     "norm": (dense.norm, {"LAYER": False, "HAS_BIAS": False, "WIDTH": 4096}),
     "norm, layer": (dense.norm, {"LAYER": True, "HAS_BIAS": True, "WIDTH": 4096}),
     "per_head_product": (dense.per_head_product, HEADS, ONE),
-    "per_head_product, 64 rows": (dense.per_head_product, HEADS | {"ROWS": ROWS.rows}, ROWS),
+    "per_head_product, 64 rows": (dense.per_head_product, HEADS, ROWS),
     "choose_experts": (routing.choose_experts, CHOICE | {"SIGMOID": False, "GROUPS": 1, "GROUPS_P": 1, "KEPT": 1}),
     "choose_experts, groups": (routing.choose_experts, CHOICE),
     "glu": (dense.glu, {"ACT": "silu", "WIDTH": 1024}),
@@ -176,8 +188,14 @@ def compile_kernel(
     arch: int, kernel: Any, constants: dict[str, Any], config: configs.KernelShape = USUAL
 ) -> dict[str, Any]:
     types = list(TYPES[kernel.fn.__name__])
-    if constants.get("KIND", "float") != "float" and kernel is not dense.expert_product:
-        types[1] = B
+    if "STEP" in constants:  # a product
+        constants = constants | {"ROWS": config.rows, "OUTPUTS": config.outputs}
+        if config.rows == configs.LARGE:
+            types[0] = "*bf16"
+        if constants.get("KIND", "float") != "float" and kernel is not dense.expert_product:
+            types[1] = B
+        elif constants["ELEMENT"] == tl.float32:
+            types[1] = F
     names = [name for name in kernel.arg_names if name not in constants]
     assert len(names) == len(types), (kernel.fn.__name__, names)
     signature = {**dict(zip(names, types)), **dict.fromkeys(constants, "constexpr")}
@@ -190,10 +208,11 @@ def compile_kernel(
     ptx = made.asm["ptx"]
     units = [unit for unit in ("mma.sync", "wgmma", "tcgen05.mma") if unit in ptx]
     registers, stack = resources(made.asm["cubin"])
+    ahead = max((int(n) for n in re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0)
     loads = {name: len(re.findall(pattern, ptx)) for name, pattern in LOADS.items()}
     return {
         "registers": registers, "stack": stack, "shared": made.metadata.shared, "units": units,
-        "contracted": "fma.rn.f32" in ptx, "loads": loads,
+        "contracted": "fma.rn.f32" in ptx, "loads": loads, "ahead": ahead,
     }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from lmstate.ops.cuda.graphs import GraphPool
 from tests.other_device import PretendedDevice, elsewhere, tensors_in
 
 READS = {
@@ -53,12 +54,13 @@ def _again(func: Any, args: Any, kwargs: Any, out: Any) -> None:
 
 
 class GraphDevice(PretendedDevice):
-    """A pretended GPU. `recorded`: tapes so far; `launches`: names of the kernels that ran."""
+    """A pretended GPU. `recorded`: tapes so far; `pools`: their pools; `launches`: names of the kernels that ran."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tape: Tape | None = None
         self.recorded: list[Tape] = []
+        self.pools: list[GraphPool] = []
         self.launches: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -75,8 +77,8 @@ class GraphDevice(PretendedDevice):
             raise RuntimeError("a tensor of the host is sent while a graph is recorded")
         return out
 
-    def record(self, run: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-        """As `lmstate.ops.cuda.graphs.record`."""
+    def record(self, pool: GraphPool, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """As `GraphPool.record`."""
         tape = self.tape = Tape()
         try:
             with tape:
@@ -84,6 +86,7 @@ class GraphDevice(PretendedDevice):
         finally:
             self.tape = None
         self.recorded.append(tape)
+        self.pools.append(pool)
         return tape.replay, result
 
     def launch(self, run: Callable[..., None], kernel: Any, *args: Any, **constants: Any) -> None:
@@ -111,6 +114,7 @@ def interpreted_gpu(monkeypatch: Any) -> Iterator[GraphDevice]:
             lambda kernel, *args, **constants: pretended.launch(run, kernel, *args, **constants),
         )
     monkeypatch.setattr(device, "usable", lambda index: True)
-    monkeypatch.setattr("lmstate.models.graphs.record", pretended.record)
+    monkeypatch.setattr(device, "is_recording", lambda: pretended.tape is not None)
+    monkeypatch.setattr(GraphPool, "record", lambda pool, run, device: pretended.record(pool, run))
     with pretended:
         yield pretended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -22,6 +23,8 @@ SPILLED = 8
 """Bytes of registers that a thread keeps in memory, at most."""
 NEEDED = {"attend, float32": shared_needed(256, 4), "attend, float32 latents": shared_needed(512, 4)}
 """Shared memory of kernels that run where the GPU has so much."""
+AHEAD = 8
+"""Groups of copies, two a step, that are under way in a product of few rows, which is as fast as its weight comes."""
 SMALL_LOADS = 8
 """Loads of 1 or 2 bytes in a kernel of products, at most: keys and weights are read 16 bytes at a time."""
 
@@ -40,7 +43,8 @@ def test_kernels_compile_to_the_registers_and_units_of_the_table(arch: int, tmp_
     found = json.loads(made.stdout)
     for label, row in found.items():
         assert row["shared"] <= NEEDED.get(label, SHARED[arch]), (label, row)
-        if label in NEEDED:  # products without the matrix unit
+        assert label not in ("product", "product, int4", "product, int8") or row["ahead"] >= AHEAD, (label, row)
+        if "float32" in label:  # products without the matrix unit
             continue
         assert not row["contracted"] and row["stack"] <= SPILLED, (label, row)
         multiplies = {"attend", "product", "ranks"} & set(re.split(r"\W", label))
@@ -49,6 +53,27 @@ def test_kernels_compile_to_the_registers_and_units_of_the_table(arch: int, tmp_
         assert not multiplies or (few and row["loads"]["16 bytes"]), (label, row)
     if told["triton"] == version("triton"):
         assert found == told[str(arch)]
+
+
+VARIES = {"attention": {"entries", "width", "pairs", "parts", "lines"}, "chosen": {"width"}, "dense": {"rows"}}
+"""Integers that differ from step to step, by the file of the kernels; `width` is that of features elsewhere."""
+
+
+def test_no_kernel_is_compiled_again_for_another_length_or_number_of_rows() -> None:
+    """Triton compiles a kernel for an integer of 1, of multiples of 16, and of others, unless told not to."""
+    folder, seen = ROOT / "src/lmstate/ops/cuda/kernels", set()
+    for path in folder.glob("*.py"):
+        for kernel in ast.parse(path.read_text()).body:
+            if isinstance(kernel, ast.FunctionDef) and kernel.name[0] != "_":
+                varies = VARIES.get(path.stem, set())
+                if path.stem == "recurrent" and kernel.name != "gated_norm":
+                    varies = {"width"}
+                own = {arg.arg for arg in kernel.args.args} & varies
+                told = {node.value for each in kernel.decorator_list for node in ast.walk(each)
+                        if isinstance(node, ast.Constant)}  # fmt: skip
+                assert own <= told, (kernel.name, own - told)
+                seen |= own
+    assert seen == {"entries", "width", "pairs", "parts", "lines", "rows"}
 
 
 def test_every_kernel_is_in_the_table() -> None:

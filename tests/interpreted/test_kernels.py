@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from lmstate import ops
 from lmstate.ops.attention.attend import attend_reference
 from lmstate.ops.attention.attend_latent import attend_latent_reference
 from lmstate.ops.attention.rope import rope_reference
-from lmstate.ops.cuda import attention, dense, recurrent
+from lmstate.ops.cuda import attention, configs, dense, device, recurrent
 from lmstate.ops.dense.activations import glu_reference
 from lmstate.ops.dense.norm import norm_reference
 from lmstate.ops.recurrent import causal_conv, gated_delta_rule, ssd
@@ -24,6 +25,8 @@ from lmstate.ops.types.slab_table import SlabRows, SlabTable
 from lmstate.ops.types.slabs import BufferShape, Slabs
 from lmstate.ops.types.weight import Weight
 from lmstate.ops.weights.grouped import FloatWeight, quantize
+from tests.interpreted.standin import interpreted_gpu
+from tests.other_device import DEVICE
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CLOSE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -116,6 +119,48 @@ def test_attention_has_the_same_bits_for_any_cut_and_neighbor(window: int | None
     assert torch.equal(y[:1], whole[:, 50:53])
 
 
+def test_torch_multiplies_many_rows_where_bits_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with interpreted_gpu(monkeypatch) as gpu:
+        weight, x = weights("bfloat16", 40, 96).to(DEVICE), torch.randn(128, 96).to(DEVICE)
+        kept = ops.linear(x, weight)
+        monkeypatch.setenv("LMSTATE_GPU_BITS", "0")
+        few, many = ops.linear(x[1:], weight), ops.linear(x, weight)
+        opened = ops.feed_forward(x, weight, weights("float16", 40, 20).to(DEVICE), "silu")
+        assert gpu.launches == ["product", "product", "glu"] and opened.shape == (128, 40)
+        torch.testing.assert_close(many, kept, rtol=1e-2, atol=1e-1)
+        assert torch.equal(few, kept[1:])
+
+
+def test_no_grid_is_wider_than_a_gpu_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second and third sizes of a grid are at most 65,535, whatever the text's length."""
+    tokens, grids = 70_000, []
+    monkeypatch.setattr(attention, "launch", lambda kernel, grid, *args, **constants: grids.append(grid))
+    latent, rope = (tables([tokens], [(1, 16)], torch.bfloat16)[0] for _ in range(2))
+    starts, counts = torch.tensor([0]), torch.tensor([tokens])
+    attention.append(torch.empty(1, tokens, 1, 16), latent, starts, counts)
+    q = torch.empty(1, tokens, 64, 16)
+    attention.attend_latent(q, q, latent, rope, starts, counts, 1.0, None)
+    assert len(grids) == 2 and all(size <= 65_535 for grid in grids for size in grid[1:])
+
+
+def test_keys_and_values_of_two_dtypes_go_to_the_reference() -> None:
+    (one,), (other,) = (tables([5], [(1, 16)], dtype) for dtype in (torch.bfloat16, torch.float16))
+    assert attention.can_read(one, one) and not attention.can_read(one, other)
+
+
+def test_a_kernel_is_given_tensors_that_begin_at_multiples_of_16_bytes() -> None:
+    """Else it would be compiled again, for other vectors and another order of sums."""
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **constants: given.extend(args)
+
+    given: list[Any] = []
+    x = torch.randn(9)
+    device.launch(Kernel(), (1,), x, x[1:], 7)
+    assert given[0] is x and torch.equal(given[1], x[1:]) and given[1].data_ptr() % 16 == 0 and given[2] == 7
+
+
 def test_merged_parts_are_those_that_one_program_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     k, v, q = torch.randn(1, 1100, 2, 16), torch.randn(1, 1100, 2, 16), torch.randn(1, 2, 4, 16)
     held = stored([1100], k, v, torch.float32)
@@ -163,6 +208,20 @@ def test_products_and_their_bits_for_any_number_of_rows(kind: str) -> None:
     for first, last in ((0, 1), (3, 20), (69, 70)):
         part = dense.linear(x[first:last], weight, bias, Residual(stream[first:last], None, 0.5))
         assert torch.equal(part, y[first:last])
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int4", "int8"])
+def test_every_tile_of_a_product_gives_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = weights(kind, 2 * 83, 96), torch.randn(130, 96)
+    y, opened = dense.linear(x, weight, None, None), dense.linear_glu(x, weight, None, "silu")
+    tiles = {configs.product(130, 166, 2)}
+    for programs in (256, 4):
+        monkeypatch.setattr(configs, "PROGRAMS", programs)
+        for rows in (1, 20, 70):
+            tiles.add(configs.product(rows, 166, 2))
+            assert torch.equal(dense.linear(x[:rows], weight, None, None), y[:rows])
+            assert torch.equal(dense.linear_glu(x[:rows], weight, None, "silu"), opened[:rows])
+    assert {shape.rows for shape in tiles} == {shape.outputs for shape in tiles} == {16, 32, 64, 128}
 
 
 @pytest.mark.parametrize("shape", [(90,), (4, 90)])

@@ -26,7 +26,7 @@ from lmstate import ops
 from lmstate.models.block import Block, new_layers
 from lmstate.models.fingerprint import weights_in
 from lmstate.ops import Weight, dispatch
-from lmstate.ops.cuda.graphs import record
+from lmstate.ops.cuda.graphs import GraphPool
 from lmstate.ops.cuda.tables import StepBuffers
 from lmstate.ops.fused.graph import fuses
 from lmstate.ops.types.block_table import BLOCK_TOKENS, BlockTable
@@ -101,6 +101,7 @@ class StepGraphs:
         self._network = network
         self._made: dict[Key, StepGraph | None] = {}
         """None: a step of this key waits for the device, and runs eagerly."""
+        self._pool = GraphPool()
         self._lock = Lock()
         self._addresses: list[int] = []
 
@@ -146,6 +147,7 @@ class StepGraphs:
             held = self._held
             if held is None or not self._is_valid(held):
                 return None
+            self._pool.enter(self._network.device)
             if key in self._made:
                 graph = self._made[key]
             else:
@@ -176,6 +178,7 @@ class StepGraphs:
         """Whether no gradient is to follow. Graphs of weights that moved are dropped."""
         if (addresses := pointers(held)) != self._addresses:
             self._made.clear()
+            self._pool = GraphPool()
             self._addresses = addresses
         return not (torch.is_grad_enabled() and any(map(requires_grad, held)))
 
@@ -185,7 +188,7 @@ class StepGraphs:
         try:
             graph = StepGraph(self._network, key, layers)
             graph.fill(tokens, step, [leaf for layer in layers for leaf in layer.leaves()], scans)
-            graph.record()
+            graph.record(self._pool)
         except Exception as error:  # Triton has errors of its own; nothing is committed yet
             log.warning("steps of %d rows run eagerly: %s", key.rows, str(error).partition("\n")[0])
             self._made[key] = None
@@ -249,10 +252,10 @@ class StepGraph:
         if into:
             torch._foreach_copy_(into, [part for carry in scans for part in carry])
 
-    def record(self) -> None:
+    def record(self, pool: GraphPool) -> None:
         forward = self._followed if self.key.follows else self._forward
         forward()  # compiles the kernels
-        self._replay, (self.out, self.inputs) = record(forward, self.network.device)
+        self._replay, (self.out, self.inputs) = pool.record(forward, self.network.device)
 
     def run(self, tokens: Tensor, step: Step, leaves: Sequence[LayerState], scans: Scans) -> Tensor:
         """The stream after the blocks, float32 `[R, T, E]`, or logits where tokens follow; recurrent layers are told

@@ -212,6 +212,8 @@ def gpu_info(index: int = 0) -> list[dict[str, str]]:
     if why:
         return [{"op": op, "body": "reference", "why": why} for op in _TRITON]
     found = dict.fromkeys(_TRITON, ("Triton", "the GPU runs the kernels of ops/cuda"))
+    if not device.keeps_bits():
+        found["linear"] = ("Triton and torch", f"{device.BITS}=0: torch's products from {configs.LARGE} rows on")
     shared = device.shared_bytes(index)
     for op, width in (("attend", 256), ("attend_latent", 512), ("attend_chosen", 512)):
         if shared < configs.shared_needed(width, 4):

@@ -38,8 +38,8 @@ def elements() -> dict[torch.dtype, Any]:
 
 
 def can_read(*stored: Stored) -> bool:
-    """Whether all of them are in blocks of slabs that no gradient goes through, in a dtype the kernels multiply, on a
-    GPU with enough shared memory for their width."""
+    """Whether all of them are in blocks of slabs that no gradient goes through, in one dtype that the kernels
+    multiply, on a GPU with enough shared memory for their width."""
     return _fits(stored, WIDEST)
 
 
@@ -52,6 +52,7 @@ def _fits(stored: Sequence[Stored], widest: int) -> bool:
     return all(
         isinstance(x, SlabTable)
         and x.dtype in elements()
+        and x.dtype == stored[0].dtype
         and x.width <= widest
         and not x.requires_grad
         and shared_bytes(x.device.index or 0) >= configs.shared_needed(x.width, x.dtype.itemsize)
@@ -163,7 +164,7 @@ def _append_codes(
     table = codes.addresses()
     if rows and width:
         launch(
-            kernels.append_codes, (rows, width), new.contiguous(), table, scales.addresses(), on_gpu(starts, new),
+            kernels.append_codes, (rows * width,), new.contiguous(), table, scales.addresses(), on_gpu(starts, new),
             on_gpu(counts, new), table.shape[1], width, K=heads, KP=padded(heads, 1), D=size,
             LOG_D=size.bit_length() - 1, BITS=bits,
         )  # fmt: skip
@@ -210,11 +211,11 @@ def attend_addresses(
     if not longest:
         return out
     few = queries <= FEW_QUERIES
-    lines, warps, stages = configs.attention(queries, value_dim, stored.bits)
-    tiles, parts = -(-queries // lines), -(-longest // SPLIT)
-    whole = not few or parts == 1 or rows * kv_heads * tiles * parts * lines * value_dim * 4 > PARTS_AT_MOST
+    lines, warps, stages, _ = configs.attention(queries, value_dim, stored.bits)
+    tiles, parts, pairs = -(-queries // lines), -(-longest // SPLIT), rows * kv_heads
+    whole = not few or parts == 1 or pairs * tiles * parts * lines * value_dim * 4 > PARTS_AT_MOST
     start, count = on_gpu(starts, q), on_gpu(counts, q)
-    shape = (1,) if whole else (rows * kv_heads, tiles, parts, lines)
+    shape = (1,) if whole else (tiles, pairs, parts, lines)
     top, total = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
     acc = torch.empty(*shape, value_dim, dtype=torch.float32, device=q.device)
     sinks, slopes = (out if each is None else each for each in (params.sinks, params.slopes))
@@ -226,9 +227,9 @@ def attend_addresses(
     }  # fmt: skip
     rope_width = 0 if q_rope is None else q_rope.shape[3]
     launch(
-        kernels.attend, (rows * kv_heads, tiles, 1 if whole else parts),
+        kernels.attend, (pairs * tiles, 1 if whole else parts),
         q.contiguous(), q if q_rope is None else q_rope.contiguous(), keys, values, beside, key_scales, value_scales,
-        out, top, total, acc, start, count, sinks, slopes, keys.shape[1], width, parts,
+        out, top, total, acc, start, count, sinks, slopes, keys.shape[1], width, pairs, parts,
         params.scale, params.softcap or 1.0, mask.window or EVERYTHING, mask.chunk or EVERYTHING,
         HAS_SOFTCAP=params.softcap is not None, HAS_SLOPES=params.slopes is not None, LATENT=stored.values is None,
         LISTED=stored.listed, BITS=stored.bits, WHOLE=whole, D=head_dim, DP=padded(head_dim), DR=rope_width,
@@ -237,7 +238,7 @@ def attend_addresses(
     )  # fmt: skip
     if not whole:
         launch(
-            kernels.merge, (rows * kv_heads, tiles), out, top, total, acc, start, count, sinks, width, parts, **common
+            kernels.merge, (pairs * tiles,), out, top, total, acc, start, count, sinks, width, pairs, parts, **common
         )
     return out
 
@@ -251,7 +252,7 @@ def append(new: Tensor, stored: SlabTable, starts: Tensor, counts: Tensor) -> No
     table = stored.addresses()
     if rows and width:
         launch(
-            kernels.append, (rows, width), new.contiguous(), table, on_gpu(starts, new), on_gpu(counts, new),
+            kernels.append, (rows * width,), new.contiguous(), table, on_gpu(starts, new), on_gpu(counts, new),
             table.shape[1], width, K=heads, D=size, DP=padded(heads * size), ELEMENT=elements()[stored.dtype],
         )  # fmt: skip
 

@@ -30,7 +30,7 @@ def choose_positions(
     stored = table.shape[1] * BLOCK_TOKENS
     ranks = torch.empty(rows, width, stored, dtype=torch.int64, device=q.device)
     if ranks.numel():
-        lines, warps, stages = configs.attention(width, size)
+        lines, warps, stages, _ = configs.attention(width, size)
         launch(
             kernels.ranks, (rows, -(-width // lines), table.shape[1]), q.contiguous(), weights.contiguous(), table,
             ranks, on_gpu(starts, q), on_gpu(counts, q), width, rate, HEADS=heads, ROWS=lines, D=size, DP=padded(size),

@@ -9,13 +9,12 @@ from torch import Tensor
 
 from lmstate.ops.cuda import configs
 from lmstate.ops.cuda.attention import elements
-from lmstate.ops.cuda.device import launch, padded
+from lmstate.ops.cuda.device import keeps_bits, launch, padded
 from lmstate.ops.types.params import Norm, Residual
 from lmstate.ops.types.weight import FLOAT_KINDS, Weight
 
 STEP = 64
 """Inputs that are summed together; results depend on it, so it is the same for every number of rows."""
-OUTPUTS = 64
 WIDEST_NORM = 1 << 16
 PACKED = ("int4", "int8")
 GATES = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai")
@@ -28,15 +27,33 @@ def can_multiply(weight: Weight) -> bool:
     return weight.kind in FLOAT_KINDS or weight.kind in PACKED
 
 
-def _constants(weight: Weight, rows: int) -> dict[str, Any]:
+def leaves_to_torch(x: Tensor, weight: Weight) -> bool:
+    """Whether torch multiplies: many rows with fewer than 32 bits, where bits may depend on the number of rows."""
+    return x.numel() >= configs.LARGE * x.shape[-1] and weight.kind != "float32" and not keeps_bits()
+
+
+def multiplied_dtype(weight: Weight) -> torch.dtype:
+    """The dtype of the numbers that a product with this weight multiplies."""
+    return torch.bfloat16 if weight.kind in PACKED else FLOAT_KINDS[weight.kind]
+
+
+def constants(dtype: torch.dtype, shape: configs.KernelShape) -> dict[str, Any]:
     """Constants of the kernels of products, and of their launch."""
-    packed = weight.kind in PACKED
-    dtype = torch.bfloat16 if packed else FLOAT_KINDS[weight.kind]
-    lines, warps, stages = configs.product(rows)
     return {
-        "KIND": weight.kind if packed else "float", "ELEMENT": elements()[dtype], "ROWS": lines, "OUTPUTS": OUTPUTS,
-        "STEP": STEP, "PRECISION": "ieee" if dtype == torch.float32 else "tf32", "warps": warps, "stages": stages,
+        "ELEMENT": elements()[dtype], "ROWS": shape.rows, "OUTPUTS": shape.outputs, "STEP": STEP,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32", "warps": shape.warps, "stages": shape.stages,
     }  # fmt: skip
+
+
+def layout(weight: Weight) -> str:
+    """The KIND of a weight, for the kernels of products."""
+    return weight.kind if weight.kind in PACKED else "float"
+
+
+def _inputs(x: Tensor, dtype: torch.dtype, shape: configs.KernelShape) -> Tensor:
+    """x as a kernel reads it: for tiles of many rows rounded once, else by each program."""
+    x = x.contiguous()
+    return x.to(dtype) if shape.rows == configs.LARGE else x
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, residual: Residual | None) -> Tensor:
@@ -50,13 +67,14 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, residual: Residual | 
     out = torch.empty(*x.shape[:-1], weight.out_features, dtype=torch.float32, device=x.device)
     if not rows:
         return out
-    chosen = _constants(weight, rows)
+    dtype, outputs = multiplied_dtype(weight), weight.out_features
+    shape = configs.product(rows, outputs, dtype.itemsize)
     launch(
-        kernels.product, (-(-weight.out_features // OUTPUTS), -(-rows // chosen["ROWS"])),
-        x.contiguous(), weight.storage, out if bias is None else bias,
-        out if residual is None else residual.stream.contiguous(), out, rows, weight.out_features, weight.in_features,
-        weight.in_features // 32, 1.0 if residual is None else residual.scale,
-        HAS_BIAS=bias is not None, HAS_STREAM=residual is not None, **chosen,
+        kernels.product, (-(-outputs // shape.outputs), -(-rows // shape.rows)),
+        _inputs(x, dtype, shape), weight.storage, out if bias is None else bias,
+        out if residual is None else residual.stream.contiguous(), out, rows, outputs, weight.in_features,
+        weight.in_features // 32, 1.0 if residual is None else residual.scale, KIND=layout(weight),
+        HAS_BIAS=bias is not None, HAS_STREAM=residual is not None, **constants(dtype, shape),
     )  # fmt: skip
     return out
 
@@ -69,11 +87,12 @@ def linear_glu(x: Tensor, weight: Weight, bias: Tensor | None, act: str) -> Tens
     out = torch.empty(*x.shape[:-1], outputs, dtype=torch.float32, device=x.device)
     if not rows:
         return out
-    chosen = _constants(weight, rows)
+    dtype = multiplied_dtype(weight)
+    shape = configs.product(rows, outputs, dtype.itemsize, sums=2)
     launch(
-        kernels.product_glu, (-(-outputs // OUTPUTS), -(-rows // chosen["ROWS"])), x.contiguous(), weight.storage,
-        out if bias is None else bias, out, rows, outputs, weight.in_features, weight.in_features // 32, ACT=act,
-        HAS_BIAS=bias is not None, **chosen,
+        kernels.product_glu, (-(-outputs // shape.outputs), -(-rows // shape.rows)), _inputs(x, dtype, shape),
+        weight.storage, out if bias is None else bias, out, rows, outputs, weight.in_features, weight.in_features // 32,
+        ACT=act, KIND=layout(weight), HAS_BIAS=bias is not None, **constants(dtype, shape),
     )  # fmt: skip
     return out
 
@@ -116,11 +135,11 @@ def per_head_matmul(x: Tensor, matrices: Tensor) -> Tensor:
     rows = x.shape[0] * x.shape[1]
     out = torch.empty(*x.shape[:-1], outputs, dtype=torch.float32, device=x.device)
     if out.numel():
-        lines, warps, stages = configs.product(rows)
+        tile = configs.row_tile(rows)
+        shape = configs.product_of_tiles(tile, heads * -(-rows // tile), outputs, matrices.dtype.itemsize)
         launch(
-            kernels.per_head_product, (-(-outputs // OUTPUTS), -(-rows // lines), heads), x.contiguous(), matrices, out,
-            rows, heads, inputs, outputs, ELEMENT=elements()[matrices.dtype], ROWS=lines, OUTPUTS=OUTPUTS, STEP=STEP,
-            PRECISION="ieee" if matrices.dtype == torch.float32 else "tf32", warps=warps, stages=stages,
+            kernels.per_head_product, (-(-outputs // shape.outputs), -(-rows // tile), heads), x.contiguous(), matrices,
+            out, rows, heads, inputs, outputs, **constants(matrices.dtype, shape),
         )  # fmt: skip
     return out
 

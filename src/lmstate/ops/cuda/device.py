@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmstate.ops.types.slabs import on_device
+
 OLDEST = (8, 0)  # compute capability: bfloat16 products
+BITS = "LMSTATE_GPU_BITS"
 FEW_ROWS = 16  # rows of the smallest tile of a product on the matrix unit
 OPTIONS = {"enable_fp_fusion": False}
 """Of every launch: a multiplication and an addition that are fused in one kernel and not in another give other bits."""
@@ -45,6 +48,11 @@ def usable(index: int) -> bool:
     return not why
 
 
+def keeps_bits() -> bool:
+    """Whether a row has the same bits in any batch and cut; `LMSTATE_GPU_BITS=0` gives that up where it costs time."""
+    return os.environ.get(BITS, "").strip() != "0"
+
+
 def is_interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on tensors of the processor (`TRITON_INTERPRET=1`)."""
     return os.environ.get("TRITON_INTERPRET") == "1"
@@ -64,7 +72,12 @@ def on_real_gpu(device: torch.device) -> bool:
 
 
 def launch(kernel: Any, grid: Sequence[int], *args: Any, warps: int = 4, stages: int = 2, **constants: Any) -> None:
-    """Run `kernel[grid]` on the current stream of the device of its tensors."""
+    """Run `kernel[grid]` on the current stream of the device of its tensors.
+
+    Inputs that do not begin at a multiple of 16 bytes are copied. For these Triton would compile the kernel again, and
+    its threads might add numbers in another order. Results are new tensors, which do.
+    """
+    args = tuple(arg.clone() if isinstance(arg, Tensor) and arg.data_ptr() % 16 else arg for arg in args)
     options = {} if is_interpreted() else OPTIONS
     several = not is_interpreted() and torch.cuda.device_count() > 1
     # Triton launches on the current device.
@@ -75,9 +88,19 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, warps: int = 4, stages:
         kernel[tuple(grid)](*args, num_warps=warps, num_stages=stages, **constants, **options)
 
 
-def on_gpu(values: Sequence[int] | Tensor, like: Tensor) -> Tensor:
-    """Integers int64 on the device of `like`."""
-    return torch.as_tensor(values, dtype=torch.int64).to(like.device, non_blocking=True)
+def is_recording() -> bool:
+    """Whether launches of this thread are recorded as a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def on_gpu(values: Tensor, like: Tensor) -> Tensor:
+    """Integers int64 `[R]` on the device of `like`: sent once for the layers of a step. RuntimeError for those of the
+    host while a graph is recorded, where each replay would read them again."""
+    if not values.is_cpu:
+        return values
+    if not like.is_cpu and is_recording():
+        raise RuntimeError("an operation reads numbers of the host while a graph is recorded")
+    return on_device(tuple(values.tolist()), like.device)
 
 
 def padded(width: int, least: int = 16) -> int:

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from lmstate.ops.cuda import configs, dense
-from lmstate.ops.cuda.attention import elements
 from lmstate.ops.cuda.device import launch, padded
 from lmstate.ops.types.sublayers import Expert, RouterParams
-from lmstate.ops.types.weight import FLOAT_KINDS, Weight
+from lmstate.ops.types.weight import Weight
 
 MOST_EXPERTS = 1024
 """The most experts that one program chooses from."""
@@ -105,7 +104,7 @@ class _Groups:
     def __init__(self, chosen: Tensor, count: int) -> None:
         """chosen: int64 `[routes]`, the expert of each, of `count` experts."""
         routes, device = len(chosen), chosen.device
-        self.rows, self.warps, self.stages = configs.product(max(1, routes // count))
+        self.rows = configs.row_tile(max(1, routes // count))
         self.order = chosen.argsort(stable=True)
         sizes = torch.zeros(count + 1, dtype=torch.int64, device=device)
         sizes = sizes.scatter_add(0, chosen, torch.ones_like(chosen))
@@ -126,17 +125,15 @@ class _Groups:
         """
         from lmstate.ops.cuda.kernels import dense as kernels
 
-        packed = weight.kind in dense.PACKED
-        dtype = torch.bfloat16 if packed else FLOAT_KINDS[weight.kind]
         outputs, inputs = weight.shape
+        dtype = dense.multiplied_dtype(weight)
+        shape = configs.product_of_tiles(self.rows, self.tiles, outputs, dtype.itemsize)
         out = torch.empty(len(self.order), outputs, dtype=torch.float32, device=x.device)
         if out.numel():
             launch(
-                kernels.expert_product, (-(-outputs // dense.OUTPUTS), self.tiles), x.contiguous(), addresses,
+                kernels.expert_product, (-(-outputs // shape.outputs), self.tiles), x.contiguous(), addresses,
                 addresses if biases is None else biases, self.order, self.experts, self.firsts, self.ends, out, outputs,
-                inputs, inputs // 32, SHARE=share, KIND=weight.kind if packed else "float",
-                HAS_BIAS=biases is not None, ELEMENT=elements()[dtype], ROWS=self.rows, OUTPUTS=dense.OUTPUTS,
-                STEP=dense.STEP, PRECISION="ieee" if dtype == torch.float32 else "tf32", warps=self.warps,
-                stages=self.stages,
+                inputs, inputs // 32, SHARE=share, KIND=dense.layout(weight), HAS_BIAS=biases is not None,
+                **dense.constants(dtype, shape),
             )  # fmt: skip
         return out

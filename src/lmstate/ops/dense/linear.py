@@ -71,7 +71,8 @@ def linear(
         if gate is not None and gate not in GATES:
             x, gate = glu(x, gate), None
         return library.dense.linear(x, weight, bias, norm, GATES[gate] if gate else 0, residual)
-    if x.dtype == torch.float32 and cuda.can_multiply(weight) and dispatch.gpu(x, weight.storage, bias, stream):
+    on_gpu = x.dtype == torch.float32 and cuda.can_multiply(weight) and dispatch.gpu(x, weight.storage, bias, stream)
+    if on_gpu and not cuda.leaves_to_torch(x, weight):
         x = _entered(x, norm, gate)
         if residual is not None and residual.norm is not None:
             return add_residual(residual, cuda.linear(x, weight, bias, None))

@@ -43,6 +43,7 @@ def feed_forward(
         and cuda.can_multiply(up)
         and x.dtype == torch.float32
         and dispatch.gpu(x, up.storage, up_bias)
+        and not cuda.leaves_to_torch(x, up)
     ):
         hidden = cuda.linear_glu(x if norm is None else apply_norm(x, norm), up, up_bias, act)
         return linear(hidden, down, down_bias, residual=residual)

@@ -217,38 +217,41 @@ def _finished(top, total, acc, sinks, heads, HAS_SINKS: tl.constexpr):
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries", "width", "pairs", "parts", "window", "chunk"])
 def attend(
     q, q_rope, keys, values, beside, key_scales, value_scales, out, part_top, part_total, part_acc, starts, counts,
-    sinks, slopes, entries, width, parts, scale, softcap, window, chunk,
+    sinks, slopes, entries, width, pairs, parts, scale, softcap, window, chunk,
     HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr, LATENT: tl.constexpr,
     LISTED: tl.constexpr, BITS: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr, HEADS: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     DR: tl.constexpr, DRP: tl.constexpr, ELEMENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one row and kv head. Grid: (rows * kv heads, tiles of queries, parts or 1).
+    """One tile of queries of one row and kv head. Grid: (pairs * tiles of queries, parts or 1).
 
+    There are rows * kv heads `pairs`. The last tiles, which see most, are the first programs.
     q: float32 [R, T, H, D]. keys, values: int64 [R, entries], addresses of blocks [64, K, D], 0 where none is held.
     LATENT: keys are values too. DR > 0: q_rope float32 [R, T, H, DR] meets the rope keys in blocks `beside`. LISTED:
     addresses are those of vectors, and a row has one token and one head of keys. BITS > 0: keys and values are codes of
     `kv_format`. key_scales and value_scales are addresses of blocks of float16: of 8 bits [64, K], and of fewer those
     of a block of keys. Then blocks `beside` have the newest keys as floats.
     out: float32 [R, T, H, DV]. WHOLE: all parts are merged here; else a program computes one part into part_top and
-    part_total [R, K, tiles, parts, ROWS] and part_acc [R, K, tiles, parts, ROWS, DV], which `merge` reads.
+    part_total [tiles, pairs, parts, ROWS] and part_acc [tiles, pairs, parts, ROWS, DV], which `merge` reads.
     """
     KV_HEADS: tl.constexpr = HEADS // GROUP
-    row = tl.program_id(0) // KV_HEADS
-    head = tl.program_id(0) % KV_HEADS
-    index = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // pairs
+    pair = tl.program_id(0) % pairs
+    row = (pair // KV_HEADS).to(tl.int64)
+    head = pair % KV_HEADS
+    index = tile * ROWS + tl.arange(0, ROWS)
     token = index // GROUP
     query_head = head * GROUP + index % GROUP
     start = tl.load(starts + row)
     count = tl.load(counts + row)
     valid = token < count
     own = start + token
-    first = start + tl.program_id(1) * ROWS // GROUP  # the first and the last position of the tile's queries
-    last = start + tl.minimum((tl.program_id(1) * ROWS + ROWS - 1) // GROUP, count - 1)
-    end = tl.minimum(start + count, last + 1)
+    first = start + tile * ROWS // GROUP  # the first and the last position of the tile's queries
+    last = start + tl.minimum((tile * ROWS + ROWS - 1) // GROUP, count - 1)
+    end = tl.where(first < start + count, last + 1, 0)  # a tile of padding reads nothing
     low = tl.maximum(tl.maximum(0, first - window + 1), first // chunk * chunk)
     d = tl.arange(0, DP)
     dv = tl.arange(0, DVP)
@@ -278,32 +281,33 @@ def attend(
         out_at = out + ((row * width + token[:, None]) * HEADS + query_head[:, None]) * DV + dv[None, :]
         tl.store(out_at, y, mask=valid[:, None] & (dv < DV)[None, :])
     else:
-        part = tl.program_id(2)
+        part = tl.program_id(1)
         top, total, acc = _part(
             queries, turned, own, valid, tl.maximum(part * SPLIT, low), tl.minimum((part + 1) * SPLIT, end),
             keys, values, beside, key_scales, value_scales, entries, row, head, KV_HEADS, first, slope, scale, softcap,
             window, chunk, HAS_SOFTCAP, HAS_SLOPES, LATENT, LISTED, BITS, ROWS, D, DP, DV, DVP, DR, DRP, ELEMENT,
             PRECISION,
         )  # fmt: skip
-        place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * parts + part
+        place = (tile * pairs + pair) * parts + part
         line = tl.arange(0, ROWS)
         tl.store(part_top + place * ROWS + line, top)
         tl.store(part_total + place * ROWS + line, total)
         tl.store(part_acc + (place * ROWS + line[:, None]) * DV + dv[None, :], acc, mask=(dv < DV)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "pairs", "parts"])
 def merge(
-    out, part_top, part_total, part_acc, starts, counts, sinks, width, parts,
+    out, part_top, part_total, part_acc, starts, counts, sinks, width, pairs, parts,
     HAS_SINKS: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr,
 ):  # fmt: skip
-    """Parts that `attend` computed, in their order. Grid: (rows * kv heads, tiles of queries)."""
+    """Parts that `attend` computed, in their order. Grid: (tiles of queries * pairs,)."""
     KV_HEADS: tl.constexpr = HEADS // GROUP
-    row = tl.program_id(0) // KV_HEADS
-    head = tl.program_id(0) % KV_HEADS
+    pair = tl.program_id(0) % pairs
+    row = (pair // KV_HEADS).to(tl.int64)
+    head = pair % KV_HEADS
     line = tl.arange(0, ROWS)
-    index = tl.program_id(1) * ROWS + line
+    index = tl.program_id(0) // pairs * ROWS + line
     token = index // GROUP
     query_head = head * GROUP + index % GROUP
     count = tl.load(counts + row)
@@ -313,7 +317,7 @@ def merge(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DVP], tl.float32)
-    place = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * parts
+    place = tl.program_id(0) * parts
     for part in range(0, held):
         at = (place + part) * ROWS + line
         more_top = tl.load(part_top + at)
@@ -325,12 +329,12 @@ def merge(
     tl.store(out_at, y, mask=valid[:, None] & (dv < DV)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries", "width"])
 def append(new, table, starts, counts, entries, width, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
            ELEMENT: tl.constexpr):  # fmt: skip
-    """Store a new token of a row, rounded, in its block [64, K, D]. Grid: (rows, T). new: float32 [R, T, K, D]."""
-    row = tl.program_id(0)
-    token = tl.program_id(1)
+    """Store a new token of a row, rounded, in its block [64, K, D]. Grid: (rows * T,). new: float32 [R, T, K, D]."""
+    row = (tl.program_id(0) // width).to(tl.int64)
+    token = tl.program_id(0) % width
     if token < tl.load(counts + row):
         position = tl.load(starts + row) + token
         address = tl.load(table + row * entries + position // TILE)
@@ -344,7 +348,7 @@ def append(new, table, starts, counts, entries, width, K: tl.constexpr, D: tl.co
 @triton.jit
 def rope(x, cos, sin, out, heads, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Rotate one head of one token. Grid: (tokens, heads). x: float32 [N, H, D]; cos, sin: float32 [N, HALF]."""
-    token = tl.program_id(0)
+    token = tl.program_id(0).to(tl.int64)
     at = x + (token * heads + tl.program_id(1)) * D
     d = tl.arange(0, DP)
     turned = d < 2 * HALF
@@ -376,7 +380,7 @@ def _hadamard(x, LINES: tl.constexpr, D: tl.constexpr, LOG_D: tl.constexpr):
     return x / root
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lines"])
 def hadamard(x, out, lines, LINES: tl.constexpr, D: tl.constexpr, LOG_D: tl.constexpr):
     """Vectors times a Hadamard matrix, its own inverse. Grid: (tiles of lines,). x, out: float32 [lines, D]."""
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
@@ -418,20 +422,20 @@ def _coded(x, N: tl.constexpr, BITS: tl.constexpr):
             return lower, lower, scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries", "width"])
 def append_codes(
     new, codes, scales, starts, counts, entries, width,
     K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, LOG_D: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Store a new token of a row as codes of its Hadamard transform, and their scales. Grid: (rows, T).
+    """Store a new token of a row as codes of its Hadamard transform, and their scales. Grid: (rows * T,).
 
     new: float32 [R, T, K, D]; codes, scales: addresses int64 [R, entries] of blocks [64, K, D * BITS / 8] of bytes and
     [64, K] of float16.
     """
     LINE: tl.constexpr = D * BITS // 8
     BYTES: tl.constexpr = D // 4 if BITS == 3 else LINE
-    row = tl.program_id(0)
-    token = tl.program_id(1)
+    row = (tl.program_id(0) // width).to(tl.int64)
+    token = tl.program_id(0) % width
     if token < tl.load(counts + row):
         position = tl.load(starts + row) + token
         entry = row * entries + position // TILE
@@ -449,7 +453,7 @@ def append_codes(
         tl.store(scale_block + (position % TILE) * K + head, scale, mask=head < K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries"])
 def encode_blocks(
     floats, codes, scales, starts, counts, entries,
     K: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, ELEMENT: tl.constexpr,
@@ -463,7 +467,7 @@ def encode_blocks(
     BYTES: tl.constexpr = TILE // 4 if BITS == 3 else CHANNEL
     LINE: tl.constexpr = D * BITS // 8
     NUMBERS: tl.constexpr = (2 * D + TILE - 1) // TILE
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(2)
     start = tl.load(starts + row)
     block = start // TILE + tl.program_id(1)

@@ -10,7 +10,7 @@ from lmstate.ops.cuda.kernels.functions import pointer
 TILE = tl.constexpr(64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "rate"])
 def ranks(
     q, weights, keys, out, starts, counts, width, rate,
     HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ELEMENT: tl.constexpr,
@@ -23,7 +23,7 @@ def ranks(
     minus infinity where a query does not see the position. The upper half of a rank has the bits of the score, in the
     order of numbers; the lower half has the position.
     """
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     position = tl.program_id(2) * TILE + tl.arange(0, TILE)
     valid = token < tl.load(counts + row)
@@ -35,7 +35,7 @@ def ranks(
     k = tl.load(block + tl.arange(0, TILE)[:, None] * D + d[None, :], mask=held[:, None] & (d < D)[None, :], other=0.0)
     k = tl.trans(k)
     total = tl.zeros([ROWS, TILE], tl.float32)
-    line = row.to(tl.int64) * width + token
+    line = row * width + token
     for head in range(0, HEADS):
         at = q + (line[:, None] * HEADS + head) * D + d[None, :]
         query = tl.load(at, mask=valid[:, None] & (d < D)[None, :], other=0.0).to(ELEMENT)

@@ -57,7 +57,7 @@ def _summed(
     KIND: tl.constexpr, ELEMENT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The product of rows of x float32 [.., inputs] and outputs n of a weight, [ROWS, OUTPUTS] float32."""
+    """The product of rows of x [.., inputs] and outputs n of a weight, [ROWS, OUTPUTS] float32."""
     acc = tl.zeros([ROWS, OUTPUTS], tl.float32)
     for first in range(0, inputs, STEP):
         k = first + tl.arange(0, STEP)
@@ -72,7 +72,7 @@ def _summed(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def product(
     x, weight, bias, stream, out, rows, outputs, inputs, groups, scale,
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STREAM: tl.constexpr, ELEMENT: tl.constexpr,
@@ -80,9 +80,9 @@ def product(
 ):  # fmt: skip
     """`stream + scale * (x @ weight.T + bias)`, a tile of rows and outputs. Grid: (tiles of outputs, tiles of rows).
 
-    x: float32 [rows, inputs]; stream, out: float32 [rows, outputs]; bias: float32 [outputs]. weight: `float`, a matrix
-    [outputs, inputs] of ELEMENT; `int4` and `int8`, the packing of `ops.weights.grouped`, [outputs / 16, groups, 320
-    or 544] bytes, whose numbers are rounded to ELEMENT before they are multiplied.
+    x: float32 or ELEMENT [rows, inputs]; stream, out: float32 [rows, outputs]; bias: float32 [outputs]. weight:
+    `float`, a matrix [outputs, inputs] of ELEMENT; `int4` and `int8`, the packing of `ops.weights.grouped`,
+    [outputs / 16, groups, 320 or 544] bytes, whose numbers are rounded to ELEMENT before they are multiplied.
     """
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -98,7 +98,7 @@ def product(
     tl.store(out + at, acc, mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def product_glu(
     x, weight, bias, out, rows, outputs, inputs, groups,
     ACT: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, ELEMENT: tl.constexpr, ROWS: tl.constexpr,
@@ -122,7 +122,7 @@ def product_glu(
     tl.store(out + at, gated(gate, up, ACT), mask=valid[:, None] & real[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def per_head_product(
     x, matrices, out, rows, heads, inputs, outputs,
     ELEMENT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,

@@ -1,7 +1,8 @@
 """Recurrences, token by token: the carry stays in registers, and one kernel serves prompts, drafts and decode.
 
 A token's numbers do not depend on where a call begins or ends: the carry between two tokens is float32 in registers as
-in memory. A slice of the values is a program of its own, and no sum runs over values.
+in memory. A slice of the values is a program of its own, and no sum runs over values. The programs of a matrix have one
+warp each. They read the inputs of a token while they compute the one before it, so that no token waits for memory.
 """
 
 from __future__ import annotations
@@ -13,6 +14,25 @@ from lmstate.ops.cuda.kernels.functions import activated, one_minus_exp, sigmoid
 
 
 @triton.jit
+def _delta_inputs(
+    q, k, v, g, beta, token, real, key_head, head, a, b,
+    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    CORRECTS: tl.constexpr,
+):  # fmt: skip
+    """q, k, v, g and beta of one token of `gated_delta_rule`; zeros unless it is real."""
+    keys = (a < DK) & real
+    q_t = tl.load(q + (token * KEY_HEADS + key_head) * DK + a, mask=keys, other=0.0)
+    k_t = tl.load(k + (token * KEY_HEADS + key_head) * DK + a, mask=keys, other=0.0)
+    v_t = tl.load(v + (token * HEADS + head) * DV + b, mask=(b < DV) & real, other=0.0)
+    if BY_CHANNEL:
+        g_t = tl.load(g + (token * HEADS + head) * DK + a, mask=keys, other=0.0)
+    else:
+        g_t = tl.load(g + token * HEADS + head, mask=real, other=0.0)
+    beta_t = tl.load(beta + token * HEADS + head, mask=real, other=0.0) if CORRECTS else 0.0
+    return q_t, k_t, v_t, g_t, beta_t
+
+
+@triton.jit(do_not_specialize=["width"])
 def gated_delta_rule(
     q, k, v, g, beta, carry, counts, out, new_carry, width, scale,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr,
@@ -34,22 +54,28 @@ def gated_delta_rule(
     at = (tl.program_id(0).to(tl.int64) * DK + a[:, None]) * DV + b[None, :]
     inside = keys[:, None] & values[None, :]
     state = tl.load(carry + at, mask=inside, other=0.0)
-    for t in range(0, tl.load(counts + row)):
-        token = (row * width + t).to(tl.int64)
-        k_t = tl.load(k + (token * KEY_HEADS + key_head) * DK + a, mask=keys, other=0.0)
-        q_t = tl.load(q + (token * KEY_HEADS + key_head) * DK + a, mask=keys, other=0.0)
+    count = tl.load(counts + row)
+    first = row.to(tl.int64) * width
+    q_next, k_next, v_next, g_next, beta_next = _delta_inputs(
+        q, k, v, g, beta, first, count > 0, key_head, head, a, b, KEY_HEADS, HEADS, DK, DV, BY_CHANNEL, CORRECTS
+    )
+    for t in range(0, count):
+        token = first + t
+        q_t, k_t, v_t, g_t, beta_t = q_next, k_next, v_next, g_next, beta_next
+        q_next, k_next, v_next, g_next, beta_next = _delta_inputs(
+            q, k, v, g, beta, token + 1, t + 1 < count, key_head, head, a, b, KEY_HEADS, HEADS, DK, DV, BY_CHANNEL,
+            CORRECTS,
+        )  # fmt: skip
         if NORMALIZE:
             k_t = k_t * tl.rsqrt(tl.sum(k_t * k_t, 0) + 1e-6)
             q_t = q_t * tl.rsqrt(tl.sum(q_t * q_t, 0) + 1e-6)
-        v_t = tl.load(v + (token * HEADS + head) * DV + b, mask=values, other=0.0)
         if BY_CHANNEL:
-            decay = tl.exp(tl.load(g + (token * HEADS + head) * DK + a, mask=keys, other=0.0))
-            state = state * decay[:, None]
+            state = state * tl.exp(g_t)[:, None]
         else:
-            state = state * tl.exp(tl.load(g + token * HEADS + head))
+            state = state * tl.exp(g_t)
         delta = v_t
         if CORRECTS:
-            delta = tl.load(beta + token * HEADS + head) * (v_t - tl.sum(state * k_t[:, None], 0))
+            delta = beta_t * (v_t - tl.sum(state * k_t[:, None], 0))
         state = state + k_t[:, None] * delta[None, :]
         y = tl.sum(state * q_t[:, None], 0) * scale
         tl.store(out + (token * HEADS + head) * DV + b, y, mask=values)
@@ -57,6 +83,19 @@ def gated_delta_rule(
 
 
 @triton.jit
+def _ssd_inputs(
+    x, dt, B, C, token, real, group, head, p, n,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """x, dt, B and C of one token of `ssd`; zeros unless it is real."""
+    x_t = tl.load(x + (token * HEADS + head) * P + p, mask=(p < P) & real, other=0.0)
+    dt_t = tl.load(dt + token * HEADS + head, mask=real, other=0.0)
+    b_t = tl.load(B + (token * GROUPS + group) * N + n, mask=(n < N) & real, other=0.0)
+    c_t = tl.load(C + (token * GROUPS + group) * N + n, mask=(n < N) & real, other=0.0)
+    return x_t, dt_t, b_t, c_t
+
+
+@triton.jit(do_not_specialize=["width"])
 def ssd(
     x, dt, dt_bias, A, B, C, D, carry, counts, out, new_carry, width, least, most,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, P: tl.constexpr, SLICE: tl.constexpr, N: tl.constexpr,
@@ -78,15 +117,20 @@ def ssd(
     inside = lines[:, None] & columns[None, :]
     state = tl.load(carry + at, mask=inside, other=0.0)
     a = tl.load(A + head)
-    for t in range(0, tl.load(counts + row)):
-        token = (row * width + t).to(tl.int64)
-        step = tl.load(dt + token * HEADS + head)
+    count = tl.load(counts + row)
+    first = row.to(tl.int64) * width
+    x_next, dt_next, b_next, c_next = _ssd_inputs(
+        x, dt, B, C, first, count > 0, group, head, p, n, GROUPS, HEADS, P, N
+    )  # fmt: skip
+    for t in range(0, count):
+        token = first + t
+        x_t, step, b_t, c_t = x_next, dt_next, b_next, c_next
+        x_next, dt_next, b_next, c_next = _ssd_inputs(
+            x, dt, B, C, token + 1, t + 1 < count, group, head, p, n, GROUPS, HEADS, P, N
+        )  # fmt: skip
         if HAS_BIAS:
             step = step + tl.load(dt_bias + head)
         step = tl.minimum(tl.maximum(softplus(step), least), most)
-        x_t = tl.load(x + (token * HEADS + head) * P + p, mask=lines, other=0.0)
-        b_t = tl.load(B + (token * GROUPS + group) * N + n, mask=columns, other=0.0)
-        c_t = tl.load(C + (token * GROUPS + group) * N + n, mask=columns, other=0.0)
         state = state * tl.exp(step * a) + (step * x_t)[:, None] * b_t[None, :]
         y = tl.sum(state * c_t[None, :], 1)
         if HAS_D:
@@ -95,7 +139,7 @@ def ssd(
     tl.store(new_carry + at, state, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def causal_conv(x, tail, weight, bias, counts, out, new_tail, width, channels, TAPS: tl.constexpr, SLICE: tl.constexpr,
                 HAS_BIAS: tl.constexpr, SILU: tl.constexpr):  # fmt: skip
     """A causal convolution of each channel. Grid: (rows, slices of channels).
@@ -130,7 +174,7 @@ def causal_conv(x, tail, weight, bias, counts, out, new_tail, width, channels, T
         tl.store(place, tl.where(at >= 0, new, old), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def selective_scan(
     x, dt, A, B, C, D, gate, carry, counts, out, new_carry, width, channels,
     N: tl.constexpr, NP: tl.constexpr, SLICE: tl.constexpr, HAS_D: tl.constexpr, HAS_GATE: tl.constexpr,
@@ -168,7 +212,7 @@ def selective_scan(
     tl.store(new_carry + at, state, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def rg_lru(x, input_gate, recurrence_gate, param, carry, seen, counts, out, new_carry, new_seen, width, channels,
            SLICE: tl.constexpr):  # fmt: skip
     """h <- a h + sqrt(1 - a^2) sigmoid(input gate) x (Griffin). Grid: (rows, slices of channels).
@@ -195,7 +239,7 @@ def rg_lru(x, input_gate, recurrence_gate, param, carry, seen, counts, out, new_
         tl.store(new_seen + row, tl.where(count > 0, tl.maximum(was, 1.0), was))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def wkv(k, v, decay, bonus, num, den, peak, counts, out, new_num, new_den, new_peak, width, channels, nothing,
         SLICE: tl.constexpr):  # fmt: skip
     """The averages of RWKV-4; see `ops.recurrent.wkv`. Grid: (rows, slices of channels).
@@ -232,7 +276,7 @@ def wkv(k, v, decay, bonus, num, den, peak, counts, out, new_num, new_den, new_p
     tl.store(new_peak + own, tl.where(count > 0, p, was), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def running_peaks(kept, added, peak, out, width, channels, SLICE: tl.constexpr):
     """p <- max(kept + p, added), rounded to float32 after each token. Grid: (rows, slices of channels).
 
