@@ -54,13 +54,12 @@ def _again(func: Any, args: Any, kwargs: Any, out: Any) -> None:
 
 
 class GraphDevice(PretendedDevice):
-    """A pretended GPU. `recorded`: tapes so far; `pools`: their pools; `launches`: names of the kernels that ran."""
+    """A pretended GPU. `recorded`: tapes so far; `launches`: names of the kernels that ran."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tape: Tape | None = None
         self.recorded: list[Tape] = []
-        self.pools: list[GraphPool] = []
         self.launches: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,7 +76,7 @@ class GraphDevice(PretendedDevice):
             raise RuntimeError("a tensor of the host is sent while a graph is recorded")
         return out
 
-    def record(self, pool: GraphPool, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """As `GraphPool.record`."""
         tape = self.tape = Tape()
         try:
@@ -86,7 +85,6 @@ class GraphDevice(PretendedDevice):
         finally:
             self.tape = None
         self.recorded.append(tape)
-        self.pools.append(pool)
         return tape.replay, result
 
     def launch(self, run: Callable[..., None], kernel: Any, *args: Any, **constants: Any) -> None:
@@ -115,6 +113,6 @@ def interpreted_gpu(monkeypatch: Any) -> Iterator[GraphDevice]:
         )
     monkeypatch.setattr(device, "usable", lambda index: True)
     monkeypatch.setattr(device, "is_recording", lambda: pretended.tape is not None)
-    monkeypatch.setattr(GraphPool, "record", lambda pool, run, device: pretended.record(pool, run))
+    monkeypatch.setattr(GraphPool, "record", lambda pool, run, device: pretended.record(run))
     with pretended:
         yield pretended

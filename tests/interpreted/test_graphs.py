@@ -15,6 +15,7 @@ import lmstate
 from lmstate.checkpoints.loader import WeightLoader
 from lmstate.checkpoints.open import open_source
 from lmstate.models.families import build
+from lmstate.models.graphs import StepGraph
 from lmstate.ops.cuda.device import on_gpu
 from lmstate.ops.cuda.experts import ExpertTable
 from lmstate.ops.cuda.graphs import GraphPool
@@ -191,15 +192,28 @@ def test_a_graph_serves_every_state_of_its_size(gpu: GraphDevice, tmp_path: Path
     assert len(gpu.recorded) == 1, "rows 3 and 4 have room in one graph"
 
 
-def test_graphs_of_one_model_share_memory_and_those_of_two_do_not(gpu: GraphDevice, tmp_path: Path) -> None:
+@pytest.fixture
+def pools(gpu: GraphDevice, monkeypatch: pytest.MonkeyPatch) -> list[GraphPool]:
+    """The pools into which steps would be recorded; all run eagerly."""
+    found: list[GraphPool] = []
+
+    def refuse(graph: StepGraph, pool: GraphPool) -> None:
+        found.append(pool)
+        raise RuntimeError("not recorded")
+
+    monkeypatch.setattr(StepGraph, "record", refuse)
+    return found
+
+
+def test_graphs_of_one_model_share_memory_and_those_of_two_do_not(pools: list[GraphPool], tmp_path: Path) -> None:
     """Engines of two models run in two threads: a graph of one would write into what the other has not copied yet."""
     with torch.no_grad():
         for folder in ("one", "two"):
             model = model_of("llama", tmp_path / folder)
             model([[1]], model.new_state())
             model([[1], [2]], model.new_state(2))
-    first, second, *others = gpu.pools
-    assert first is second and others[0] is others[1] and first is not others[0]
+    first, second, third, fourth = pools
+    assert first is second and third is fourth and first is not third
 
 
 def test_numbers_of_the_host_are_not_recorded(gpu: GraphDevice) -> None:
@@ -207,17 +221,18 @@ def test_numbers_of_the_host_are_not_recorded(gpu: GraphDevice) -> None:
     counts, like = torch.tensor([3, 4]), torch.zeros(1).to(DEVICE)
     assert on_gpu(counts, like) is on_gpu(counts.clone(), like), "sent once"
     with pytest.raises(RuntimeError, match="while a graph is recorded"):
-        gpu.record(GraphPool(), lambda: on_gpu(counts, like))
+        gpu.record(lambda: on_gpu(counts, like))
 
 
-def test_weights_that_moved_get_graphs_in_new_memory(gpu: GraphDevice, tmp_path: Path) -> None:
+def test_weights_that_moved_get_graphs_in_new_memory(pools: list[GraphPool], tmp_path: Path) -> None:
     """torch takes no more graphs into a pool whose graphs are all gone."""
     model = model_of("llama", tmp_path)
     with torch.no_grad():
-        model([[1]], model.new_state())
-        model.network.graphs._addresses = []
-        model([[1]], model.new_state())
-    assert len(gpu.pools) == 2 and gpu.pools[0] is not gpu.pools[1]
+        for _ in range(2):
+            model([[1]], model.new_state())
+            model.network.graphs._addresses = []
+    first, second = pools
+    assert first is not second
 
 
 def test_a_step_that_waits_for_the_device_runs_eagerly(
