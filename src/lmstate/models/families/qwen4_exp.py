@@ -135,14 +135,14 @@ def _heads(w: WeightLoader, layers: int) -> Iterator[HeadParts]:
         for layer in (f"{mtp}.layers.{index}" for index in range(b.MOST_HEADS)):
             if not w.has(f"{layer}.self_attn.q_proj.weight"):
                 break
-            norms = [f"{mtp}.pre_fc_norm_{part}" for part in ("embedding", "hidden")]
+            norm = f"{mtp}.pre_fc_norm"
             both = (f"{mtp}.fc_embedding", f"{mtp}.fc_hidden")
-            yield HeadParts(layer, *norms, both, f"{mtp}.hyper_connection_mixer")
+            yield HeadParts(layer, f"{norm}_embedding", f"{norm}_hidden", both, f"{mtp}.hyper_connection_mixer")
     for layer in (f"model.layers.{layers + index}" for index in range(b.MOST_HEADS)):  # of GGUF
         if not w.has(f"{layer}.hyper_connection_mixer.hc_norm.weight"):
             break
-        norms = [f"{layer}.{part}norm" for part in "eh"]
-        yield HeadParts(layer, *norms, (f"{layer}.eh_proj",), f"{layer}.hyper_connection_mixer")
+        one = (f"{layer}.eh_proj",)
+        yield HeadParts(layer, f"{layer}.enorm", f"{layer}.hnorm", one, f"{layer}.hyper_connection_mixer")
 
 
 def _projections(w: WeightLoader, names: tuple[str, ...], hidden: int) -> tuple[Weight, Weight]:

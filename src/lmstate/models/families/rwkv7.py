@@ -68,8 +68,8 @@ def build(w: WeightLoader) -> Model:
         down, up = f"{name}.lora.0", f"{name}.lora.2"
         rank = w.shape(f"{down}.weight")[0]
         bias = w.tensor(f"{up}.bias", (hidden,)) if biased else None
-        weights = w.tensor(f"{down}.weight", (rank, hidden)), w.tensor(f"{up}.weight", (hidden, rank))
-        return LowRankMap(*map(FloatWeight, weights), bias, act)  # float32, for errors of decays would last
+        narrow = FloatWeight(w.tensor(f"{down}.weight", (rank, hidden)))  # float32, for errors of decays would last
+        return LowRankMap(narrow, FloatWeight(w.tensor(f"{up}.weight", (hidden, rank))), bias, act)
 
     def vector(name: str, *shape: int) -> Tensor:
         """A parameter that is stored with axes of one feature, or flat."""
