@@ -6,7 +6,7 @@ None was timed on a card. Results do not depend on them: rows and outputs of a t
 sums in one order.
 
 A product of few rows is as fast as its weight comes from memory. A memory of 5 TB/s that answers after 600 ns has 3 MB
-on the way, so many programs read, each several steps ahead.
+on the way. For that, a product has many programs, and each reads several steps ahead.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def row_tile(rows: int) -> int:
 
 
 def product_of_tiles(tile: int, tiles: int, outputs: int, itemsize: int) -> KernelShape:
-    """The shape for so many tiles of `tile` rows, at most 64: the widest that gives enough programs, or a square."""
+    """The shape for `tiles` tiles of `tile` rows, at most 64: the widest that gives enough programs, or a square."""
     wide = next(wide for wide in (64, 32, 16) if wide <= tile or tiles * -(-outputs // wide) >= PROGRAMS)
     return KernelShape(tile, 8 if tile == 64 else 4, (6 if tile == FEW_ROWS else 4) if itemsize == 2 else 2, wide)
 
