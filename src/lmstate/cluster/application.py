@@ -45,7 +45,7 @@ class AppSpec(ReplicaSpec, frozen=True, forbid_unknown_fields=True):
         if given.get("store") is None and int(given.get("replicas", 2)) > 1:
             raise ValueError(
                 "several replicas were asked for without a store, so that sessions would be lost with their replica: "
-                "give the URL of a store that all share, or store=none for no sessions"
+                'give the URL of a store that all share, or "none" as the store for no sessions'
             )
         if given.get("store") == "none":
             given["store"] = None
