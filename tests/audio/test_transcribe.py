@@ -313,8 +313,7 @@ def test_words_are_those_of_transformers(aligned: Hearing) -> None:
     luck = random.Random(0)
     pieces = [" ", " a", "b", ", ", ".", " (", '"', "é", "雨", "-", "x", " “", "？", "\n"]  # noqa: RUF001
     for _ in range(200):
-        data = "".join(luck.choices(pieces, k=luck.randint(1, 12))).encode()
-        ids = list(data)
+        ids = aligned[1].tokenizer.encode("".join(luck.choices(pieces, k=luck.randint(1, 12))))
         for code, name in (("en", "english"), ("zh", "chinese")):
             expected, _, places = t._combine_tokens_into_words(Tokenizer(), ids, name)
             own = list(words_of(ids, aligned[1].tokenizer.decode, code))
