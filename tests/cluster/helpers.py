@@ -11,7 +11,7 @@ from lmstate.cluster import Cluster
 from lmstate.cluster.handle import ReplicaLost, Unreached
 from lmstate.cluster.served import ServedEngine
 from lmstate.cluster.serving import FrontFiles
-from lmstate.cluster.wire import WireHeard, unpack
+from lmstate.cluster.wire import WireHeard, WireWork, unpack
 from lmstate.engine import Engine
 
 
@@ -25,6 +25,7 @@ class LocalChannel:
         self.taken, self.deaf, self.unreached = 0, False, 0
         self.calls, self.hangs = Counter[str](), set[str]()
         self.told = Counter[str]()  # tokens of each request
+        self.sounds = Counter[bytes]()  # requests about each window of a sound
         self.dies_in: tuple[str, bool] | None = None
 
     async def call(self, method: str, told: bytes) -> bytes:
@@ -50,7 +51,11 @@ class LocalChannel:
             raise Unreached("it was replaced")
         if method in self.hangs:
             await asyncio.Event().wait()
-        self.taken += method == "answer"
+        if method == "answer":
+            self.taken += 1
+            asked = unpack(told, WireWork).prompt
+            if asked is not None and asked.sound is not None:
+                self.sounds[asked.sound.values] += 1
         served = self.served
         async for data in getattr(served, method)(told):
             self.calls[method] += 1
