@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +25,7 @@ from tests.serve.test_pictures import openai_parts
 from tests.vision.test_encode import TEMPLATE, png, said
 from tests.vision.test_parity import config, seen_tiles
 from tests.vision.test_videos import opened
+from tests.waiting import GUARD
 from tests.zoo import randomize
 
 IMAGE = 258
@@ -165,6 +167,20 @@ def test_an_engine_finds_the_picture_again() -> None:
         assert got.texts[0] == second and got.usage.reused > prompt.media[0].at
         beside = engine.submit(said("say", SECOND, "what it is"), max_new_tokens=6, temperature=0.0).result()
         assert beside.usage.reused <= prompt.media[0].at
+
+
+def test_a_mark_past_the_vocabulary_has_no_logit() -> None:
+    """What looks at the tokens of a prompt by their logits leaves it out."""
+    model = pair()[2]
+    prompt = model.encode(said("see ", FIRST))
+    assert max(prompt.tokens) >= model.config.vocab_size
+    params = lmstate.SamplingParams(repetition_penalty=1.3, prompt_logprobs=0, max_new_tokens=3, ignore_eos=True)
+    with lmstate.Engine(model) as engine:
+        completion = engine.submit(prompt, params).result(GUARD)
+    assert completion.prompt_logprobs is not None and len(completion.tokens[0]) == 3
+    told = [entry.logprob for entry in completion.prompt_logprobs if entry is not None]
+    marks = [token >= model.config.vocab_size for token in prompt.tokens[1:]]
+    assert [logprob == -math.inf for logprob in told] == marks
 
 
 def test_positions_and_the_pictures_that_they_see() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple
 
 from torch import Tensor
@@ -16,9 +17,10 @@ class TokenLogprob(NamedTuple):
 
 
 def logprob(logits: Tensor, token: int, top: int) -> TokenLogprob:
-    """Of a token, and of the `top` most likely ones, from logits float32 `[V]`."""
+    """Of a token, and of the `top` most likely ones, from logits float32 `[V]`. -inf for a mark, which has no logit."""
     values = logits.log_softmax(-1)
+    own = float(values[token]) if token < len(values) else -inf
     if not top:
-        return TokenLogprob(token, float(values[token]))
+        return TokenLogprob(token, own)
     best, ids = values.topk(min(top, len(values)))
-    return TokenLogprob(token, float(values[token]), tuple(zip(ids.tolist(), best.tolist())))
+    return TokenLogprob(token, own, tuple(zip(ids.tolist(), best.tolist())))

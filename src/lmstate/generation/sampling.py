@@ -214,7 +214,7 @@ class TokenPicker:
             logits[:, list(ids)] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
         for index, row in enumerate(rows):
             if sampler.repetition_penalty != 1.0:
-                held = self._seen(row, logits.device)
+                held = self._seen(row, logits)
                 logits[index, held] = sampler.penalized(logits[index, held])
             if self._counts[row]:
                 held = torch.tensor(list(self._counts[row]), dtype=torch.int64, device=logits.device)
@@ -223,10 +223,12 @@ class TokenPicker:
             sampler.bar_words(logits[index])
         return logits
 
-    def _seen(self, row: int, device: torch.device) -> Tensor:
-        """The tokens that a row holds, int64 `[n]`, each once."""
+    def _seen(self, row: int, logits: Tensor) -> Tensor:
+        """The tokens that a row holds, int64 `[n]`, each once; without marks of pictures, which have no logits."""
+        device = logits.device
         if self._new[row] or self._ids[row].device != device:
-            new = torch.tensor(self._new[row], dtype=torch.int64, device=device)
+            ids = [token for token in self._new[row] if token < logits.shape[-1]]
+            new = torch.tensor(ids, dtype=torch.int64, device=device)
             self._ids[row] = torch.cat([self._ids[row].to(device), new])
             self._new[row].clear()
         return self._ids[row]
