@@ -40,8 +40,9 @@ def test_inspect_shows_what_processes_would_hold(runner: CliRunner, tmp_path: Pa
     held = result.stdout.partition("held by each of 2 processes\n")[2].splitlines()
     assert [line.split("  ")[0] for line in held[1:4]] == ["0", "1", "one alone"]
     assert held[-1].split() == ["3", "attention", "split"]
-    refused = runner.invoke(app, ["inspect", str(tmp_path), "--parallel", "2", "--device", "cpu"])
-    assert refused.exit_code == 2 and "processes are on the CPU" in refused.stderr
+    for given, why in ((["--device", "cpu"], "processes are on the CPU"), (["--mmproj", "tower"], "read no pictures")):
+        refused = runner.invoke(app, ["inspect", str(tmp_path), "--parallel", "2", *given])
+        assert refused.exit_code == 2 and why in refused.stderr
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "qwen3_5", "mamba2", "falcon_h1"])

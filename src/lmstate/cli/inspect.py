@@ -44,8 +44,9 @@ def inspect(
         print()
         table("layers", ("layers", "tensors", "bytes"), layer_rows(snapshot))
         return
-    if parallel > 1 and device is not None:
-        raise typer.BadParameter(f"--parallel {parallel} was asked for with --device: processes are on the CPU")
+    if parallel > 1 and (device is not None or mmproj is not None):
+        why = "--device: processes are on the CPU" if mmproj is None else "--mmproj: processes read no pictures"
+        raise typer.BadParameter(f"--parallel {parallel} was asked for with {why}")
     options.refuse_unknown(model)
     from lmstate.cli.inspect_model import model_rows, read_rows, state_rows, weight_rows
 

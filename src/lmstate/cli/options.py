@@ -117,7 +117,7 @@ Temperature = Annotated[
     float | None,
     typer.Option(
         "--temperature", "--temp", "-t", min=0.0,
-        help="0 is greedy. Default for this and the next four options: the checkpoint's own suggestion, else greedy.",
+        help="0 is greedy. Default, as of top-k, top-p, min-p and the penalty: the checkpoint's own, else greedy.",
     ),
 ]  # fmt: skip
 TopK = Annotated[int | None, typer.Option("--top-k", min=0, help="Sample from the K most likely tokens; 0: from all.")]

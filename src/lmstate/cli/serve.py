@@ -112,13 +112,15 @@ def serve(
             "--max-itl",
             metavar="MS",
             help="Longest time between two tokens of an answer while other prompts are read, in milliseconds. A larger "
-            "bound reads prompts faster. Default: 80.",
+            "bound reads prompts faster. Default without --stall: 80.",
         ),
     ] = None,
     stall: Annotated[
         float | None,
         typer.Option(
-            "--stall", help="The same bound as a multiple of the usual time; the larger of both counts. Default: 3."
+            "--stall",
+            help="The same bound as a multiple of the usual time; of both, the larger counts. Default without "
+            "--max-itl: 3.",
         ),
     ] = None,
     alias: Annotated[

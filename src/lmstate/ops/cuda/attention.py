@@ -20,7 +20,7 @@ SPLIT = 512
 FEW_QUERIES = 64
 """Queries of a kv head whose parts are programs of their own; of more, a program merges all parts of its queries."""
 WIDEST = 256
-LEAST_CODED = 16  # numbers of a vector of 4 or 2 bits
+LEAST_CODED = 16  # numbers of a vector of fewer than 8 bits
 LINES = 16  # vectors that a program transforms
 WIDEST_LATENT = 512
 PARTS_AT_MOST = 64 << 20
