@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -181,6 +182,8 @@ def test_a_mark_past_the_vocabulary_has_no_logit() -> None:
     told = [entry.logprob for entry in completion.prompt_logprobs if entry is not None]
     marks = [token >= model.config.vocab_size for token in prompt.tokens[1:]]
     assert [logprob == -math.inf for logprob in told] == marks
+    assert model.grammars.token_bytes(IMAGE) == b"<image>"
+    assert re.fullmatch("[ab]{3}", model.generate(prompt.tokens, regex="[ab]{3}"))
 
 
 def test_positions_and_the_pictures_that_they_see() -> None:

@@ -94,4 +94,4 @@ class Grammars(GrammarCompiler):
 
     def _helper_settings(self) -> dict[str, Any]:
         ends = sorted(self._tokenizer.eos_ids)
-        return {"tokenizer": self._tokenizer.to_json(), "vocab": self._vocab, "ends": ends, "limits": LIMITS}
+        return {"tokenizer": self._tokenizer.to_json(), "vocab": self._ids, "ends": ends, "limits": LIMITS}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from functools import cached_property
+from itertools import takewhile
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,8 @@ class TokenGrammar:
     def forced(self) -> list[int]:
         """Tokens that must come now, for there is no choice."""
         tokens = self._matcher.compute_ff_tokens()
-        return list(tokens[: self._matcher.validate_tokens(tokens)])  # see `_as_text`
+        valid = tokens[: self._matcher.validate_tokens(tokens)]  # see `_as_text`
+        return list(takewhile(lambda token: token < self._vocab, valid))
 
     def _check(self) -> None:
         if self._matcher.is_error():
@@ -151,6 +153,11 @@ class GrammarCompiler:
         """The bytes of a token, special ones as their text."""
         return self._inner.decode_bytes([token])
 
+    @property
+    def _ids(self) -> int:
+        """Number of token ids: some tokenizers have marks past the vocabulary, which no answer has."""
+        return max(self._vocab, self._tokenizer.vocab_size)
+
     @cached_property
     def _inner(self) -> llguidance.LLTokenizer:
         try:
@@ -158,7 +165,7 @@ class GrammarCompiler:
         except ModuleNotFoundError:
             raise ImportError(MISSING) from None
         ends = sorted(self._tokenizer.eos_ids) or None
-        return LLTokenizer(self._tokenizer.to_json(), n_vocab=self._vocab, eos_token=ends)
+        return LLTokenizer(self._tokenizer.to_json(), n_vocab=self._ids, eos_token=ends)
 
 
 def check_length(lark: str, param: str) -> None:
