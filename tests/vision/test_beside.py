@@ -209,6 +209,12 @@ def test_an_openai_client_shows_pictures() -> None:
             assert chat.choices[0].message.content == answer
             assert chat.usage and chat.usage.prompt_tokens == len(prompt.tokens)
         assert chat.usage.prompt_tokens_details.cached_tokens > prompt.media[0].at
+        with server.client() as plain:  # token ids that the server gives are taken back, marks too
+            text = plain.post("/detokenize", json={"tokens": [*b"so", IMAGE]}).json()["prompt"]
+            given = {"prompt": [*prompt.tokens], "max_tokens": 1, "echo": True, "logprobs": 0}
+            told = plain.post("/v1/completions", json=given).json()["choices"][0]["logprobs"]
+        assert text.endswith("<image>") and told["tokens"][prompt.tokens.index(IMAGE)] == "<image>"
+        assert told["token_logprobs"][prompt.tokens.index(IMAGE)] == -9999.0
 
 
 def test_a_front_sends_it_as_it_is(tmp_path: Path) -> None:

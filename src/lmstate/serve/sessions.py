@@ -257,7 +257,7 @@ def read_prompt(service: Service, body: SendBody) -> tuple[Any, int]:
     if sum(one is not None for one in (body.text, body.messages, body.tokens)) != 1:
         raise ApiError("one of text, messages and tokens must be given", param="text")
     if body.tokens is not None:
-        return check_ids(body.tokens, "tokens", service.vocab_size), len(body.tokens)
+        return check_ids(body.tokens, "tokens", service.model.config.ids), len(body.tokens)
     if body.text is not None:
         service.refuse_long(body.text)
         return body.text, len(service.tokenizer.encode(body.text, add_special_tokens=False))

@@ -258,7 +258,7 @@ def _pictures(images: list[str] | None) -> tuple[str, ...]:
 
 
 def _checked(service: Service, context: list[int]) -> list[int]:
-    return check_ids(context, "context", service.vocab_size)
+    return check_ids(context, "context", service.model.config.ids)
 
 
 def _loaded(body: OllamaAnswered) -> dict[str, Any]:

@@ -349,7 +349,7 @@ def prompt_ids(service: Service, prompt: Any, name: str, suffix: str | None = No
         service.refuse_long(prompt)
         tokens = service.tokenizer.encode(prompt)
     elif isinstance(prompt, list):
-        tokens = check_ids(prompt, name, service.vocab_size)
+        tokens = check_ids(prompt, name, service.model.config.ids)
     else:
         raise ApiError(f"{name} must be a string or an array of token ids", param=name.partition("[")[0])
     if not tokens:

@@ -64,7 +64,7 @@ def pieces_of(service: Service, tokens: list[int]) -> list[dict[str, Any]]:
 
 async def detokenize(service: Service, request: Request, body: DetokenizeBody) -> ASGIApp:
     """`tokens` -> `prompt` (and `content`)."""
-    tokens = check_ids(body.tokens, "tokens", service.vocab_size)
+    tokens = check_ids(body.tokens, "tokens", service.model.config.ids)
     text = await asyncio.to_thread(service.tokenizer.decode, tokens, False)
     return await asyncio.to_thread(json_response, {"prompt": text, "content": text})
 
