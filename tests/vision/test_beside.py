@@ -178,6 +178,7 @@ def test_a_mark_past_the_vocabulary_has_no_logit() -> None:
     params = lmstate.SamplingParams(repetition_penalty=1.3, prompt_logprobs=0, max_new_tokens=3, ignore_eos=True)
     with lmstate.Engine(model) as engine:
         completion = engine.submit(prompt, params).result(GUARD)
+        engine.remember([{"role": "user", "content": "see"}, {"role": "assistant", "content": "b"}], prompt.tokens)
     assert completion.prompt_logprobs is not None and len(completion.tokens[0]) == 3
     told = [entry.logprob for entry in completion.prompt_logprobs if entry is not None]
     marks = [token >= model.config.vocab_size for token in prompt.tokens[1:]]

@@ -85,7 +85,7 @@ class SessionEngine(EngineThread):
         Raises ValueError for anything but messages or token ids.
         """
         refuse_no_messages(messages)
-        tokens = token_ids(tokens, "the answer", self.model.config.vocab_size)
+        tokens = token_ids(tokens, "the answer", self.model.config.ids)
         self._replay.remember(named(messages), tokens, **variables)
 
     def new_session(self, name: str, record: Record, salt: str = "") -> Session:
