@@ -124,6 +124,8 @@ class Front:
         A session is given by its name. Its turns get an idempotency key if they have none, so that a turn whose replica
         ends is in the record once; as with every key, one that is cancelled is not kept.
         """
+        if session is not None:
+            check_name(session)
         params = sampling_params(params, changes)
         params.check(self.model)
         params.compiled(self.model)  # replicas compile what is written, by their prompts: what is wrong is told now
@@ -145,7 +147,6 @@ class Front:
             refuse_sourceless(self.model, told)
             check_length(self.model, ids)
         else:
-            check_name(session)
             idempotency_key = idempotency_key or uuid4().hex
             if isinstance(prompt, str):
                 told = prompt
