@@ -24,8 +24,8 @@ READS = {
 """Methods of a state that change nothing, so that the other ranks need not hear of them."""
 NEVER = {"record_device_step"}
 """Methods that no state over several ranks gets to: those of static states."""
-BY_CALLS = {"generate", "stream", "chat", "transcribe", "embeddings"}
-"""Methods of a model that do what they do by its calls."""
+BY_CALLS = {"generate", "stream", "chat", "transcribe", "embeddings", "cross_weights"}
+"""Methods of a model that do what they do by its calls, or by `trace`."""
 OF_THE_MODEL = {"has_heads", "pictures", "encode", "listen", "listener", "logits", "follow", "draft_ahead"}
 """Methods of a model that change no state on the way, or that ask for a GPU or for heads first."""
 
