@@ -13,7 +13,8 @@ import torch
 import lmstate
 from lmstate.audio.speech import SpeechGrammar, pieces_of
 from lmstate.audio.words import _path, token_ends, words_of
-from lmstate.generation.transcript import FALLBACK, compression_ratio
+from lmstate.generation.transcript import FALLBACK, SoundAnswer, TranscriptOptions, compression_ratio
+from lmstate.generation.transcription import LEAST, SHORT, transcription
 from tests.audio.small import IDS, saved
 from tests.audio.test_wav import wav
 from tests.zoo import ours
@@ -248,6 +249,20 @@ def test_answers_are_cut_as_transformers_cuts_them(hearing: Hearing) -> None:
         assert 2 * reached == int(offset)
         cut, whole = cut + (reached < 50), whole + (len(pieces) > 1)
     assert cut > 20 and whole > 20
+
+
+def test_answers_that_are_always_short_make_no_window_for_each_step(hearing: Hearing) -> None:
+    model = hearing[1]
+    listener = model.listener()
+    times, width = listener.speech.first_time, listener.width
+    options = TranscriptOptions(language="de", no_speech_threshold=None, logprob_threshold=None)
+    work = transcription(model, torch.zeros(20 * listener.window), options)
+    windows = 0
+    while work.ask() is not None:
+        windows += 1
+        work.take(SoundAnswer([times, 65, times + 1, times + 1, 66], [0.0] * 5))
+    assert work.segments[SHORT - 1].seek == 2 * (SHORT - 1), "a few may be short"
+    assert windows <= 20 * width // (width // LEAST) + SHORT + 1 < 20 * width // 2
 
 
 HEADS = [[0, 1], [1, 0], [1, 3]]

@@ -38,6 +38,8 @@ from lmstate.vision.reader import PicturePrompt, SeeingModel
 
 FRAMES = 2  # of a step between two times
 COLD = 0.5  # an answer that is drawn at a higher temperature is not gone on with
+LEAST = 30  # part of a window (a second of Whisper's) by which windows go on, on average
+SHORT = 32  # windows that may go on by less, of one sound
 
 
 class Transcription:
@@ -61,7 +63,7 @@ class Transcription:
         self._frames = listener.frames(samples)
         self._heard = -(-len(samples) * listener.width // listener.window)  # frames up to the end of the sound
         self.times = options.times or options.words or len(samples) > listener.window
-        self._seek, self._try, self._said = 0, 0, list[int]()
+        self._seek, self._windows, self._try, self._said = 0, 0, 0, list[int]()
         self._silence = None if speech.no_speech is not None else 0.0  # how likely it is in the window, once known
         self._answer: SoundAnswer | None = None  # which is being judged
         self._goes_on = options.condition_on_previous_text
@@ -185,8 +187,14 @@ class Transcription:
         return tuple(Word(text, self._seconds(start), self._seconds(end)) for text, start, end in spans)
 
     def _go_on(self, frames: int, goes_on: bool | None = None) -> None:
-        """The next window begins after these frames. `goes_on`: whether with the text so far; None leaves it."""
-        self._seek, self._try, self._answer = self._seek + frames, 0, None
+        """The next window begins after these frames. `goes_on`: whether with the text so far; None leaves it.
+
+        Answers that end after a word again and again would make a window for each step of the sound: where too many
+        are short, it begins later.
+        """
+        self._windows += 1
+        least = (self._windows - SHORT) * max(self.listener.width // LEAST, 1)
+        self._seek, self._try, self._answer = max(self._seek + frames, least), 0, None
         self._silence = None if self.speech.no_speech is not None else 0.0
         self._goes_on = self._goes_on if goes_on is None else goes_on
 
