@@ -123,6 +123,7 @@ def test_the_conversation_that_a_file_names() -> None:
         ("258 'a' 1\n", "token 257"),
         ("257 'ab' 1\n", "token 257"),
         ("257 [] 0\n", "token 257"),
+        ("257 {[]:1} 1\n", "token 257"),
         ("257 ''' 1\n", "token 257"),
         (f"257 {'(' * 5000} 1\n", "token 257"),
         ("257 '' 0\n", "has 0 bytes"),

@@ -88,7 +88,7 @@ def _read_vocabulary(path: Path) -> dict[int, bytes]:
         literal, _, count = rest.rpartition(" ")
         try:
             token = ast.literal_eval(literal) if len(literal) <= 6 * LONGEST else None
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             token = None
         token = token.encode("utf-8", "surrogatepass") if isinstance(token, str) else token
         if not isinstance(token, bytes) or index != str(number) or count != str(len(token)):
