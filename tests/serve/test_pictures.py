@@ -215,6 +215,7 @@ def test_bad_pictures_are_refused(client: openai.OpenAI, claude: anthropic.Anthr
     for bad, why in (
         ("data:image/png;base64,AAAA", "damaged"),
         ("data:image/png;base64,A!", "not base64"),
+        ("data:image/png;base64,\u00e9", "not base64"),
         ("data:text/plain,hello", "a data URL is"),
         ("http://example.com/a.png", "--allow-image-urls"),
         ("file:///etc/passwd", "http or https"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 import socket
 import ssl
@@ -82,7 +81,7 @@ def _decoded(data: str, what: str, most: int) -> bytes:
         raise ApiError(f"{what} has {size} bytes; it may have {most}", 413)
     try:
         return base64.b64decode(data, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # also for letters outside of ASCII
         raise ApiError(f"the data of {what} is not base64: {error}") from None
 
 
