@@ -280,6 +280,8 @@ def test_frames_of_files(format: str, codec: str, monkeypatch: pytest.MonkeyPatc
         files.frames_of_file(b"#EXTM3U\nhttp://example.com/a.ts", 2.0, 768, 2**27)
     monkeypatch.setattr(files, "MOST_PIXELS", 240)
     assert {frame.size for frame in files.frames_of_file(data, 2.0, 768, 2**27)[0]} == {(20, 12)}
+    with pytest.raises(lmstate.StateError, match="seconds to decode"):
+        files.frames_of_file(data, 2.0, 768, 2**27, until=0.0)
     monkeypatch.setattr(files, "SECONDS", -1.0)
     with pytest.raises(lmstate.StateError, match="seconds to decode"):
         files.frames_of_file(data, 2.0, 768, 2**27)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from threading import Lock
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lmstate.errors import ModelError, StateError, UnsupportedError
@@ -18,6 +18,7 @@ from lmstate.state.sources import Source, SourceFeatures
 from lmstate.vision.families import OPTIONS, TIDIED, UNTILED, VIDEOS, WRITERS, Tile
 from lmstate.vision.pictures import read_picture
 from lmstate.vision.tower import Tower, lacking
+from lmstate.vision.video_files import SECONDS
 from lmstate.vision.videos import MOST_FRAMES, Video, VideoProcessor, VideoWords, frames_of, read_video
 
 if TYPE_CHECKING:
@@ -307,12 +308,13 @@ def pictures_of(messages: Sequence[Message]) -> list[Any]:
 def with_videos(messages: Sequence[Message]) -> Sequence[Message]:
     """The messages with a `Video` in place of the frames of each. Raises as `read_video`."""
     read: list[Video] = []
+    until = monotonic() + SECONDS
 
     def shown(part: Any) -> Any:
         if not _is_picture(part) or part["type"] != "video" or isinstance(part.get("video"), Video):
             return part
         left = MOST_PIXELS - sum(video.pixels for video in read)
-        read.append(read_video(part, MOST_FRAMES - frames_of(read), left))
+        read.append(read_video(part, MOST_FRAMES - frames_of(read), left, until))
         return {"type": "video", "video": read[-1]}
 
     made = [

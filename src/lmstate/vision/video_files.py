@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable, Iterator
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +16,18 @@ MOST_BYTES = 2**26  # of a file
 MOST_PIXELS = 768 * 28 * 28  # of a frame that is kept: larger ones are scaled down
 MOST_SOURCE_PIXELS = 2**25  # of a frame in the file
 EARLY = 1e-6  # seconds by which times of frames may differ
-SECONDS = 60.0  # that decoding a file may take
+SECONDS = 60.0  # that decoding the files of a conversation may take
 # The first bytes of a file, from the fifth on for the boxes of MP4 -> its format in FFmpeg: no other parser is tried.
 MATROSKA = b"\x1a\x45\xdf\xa3"
 BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 
 
-def frames_of_file(data: bytes, fps: float, most: int, pixels: int) -> tuple[list[Image], float]:
+def frames_of_file(
+    data: bytes, fps: float, most: int, pixels: int, until: float | None = None
+) -> tuple[list[Image], float]:
     """Frames of a video file, `fps` for each second, and the number that there are then.
+
+    until: the time, of `monotonic`, at which decoding is given up; None is in `SECONDS`.
 
     Where these are more than `most`, or have more than `pixels` together, every second one is left out, again and
     again. Raises `UnsupportedError` without PyAV, `StateError` for a file that is too large, damaged, of another
@@ -36,18 +41,16 @@ def frames_of_file(data: bytes, fps: float, most: int, pixels: int) -> tuple[lis
         raise StateError(f"a video has {len(data)} bytes; it may have {MOST_BYTES}")
     if data[:4] != MATROSKA and data[4:8] not in BOXES:
         raise StateError("a video has another format than MP4, MOV, MKV and WebM, or is damaged")
-    name, until = "matroska" if data[:4] == MATROSKA else "mp4", monotonic() + SECONDS
+    name, until = "matroska" if data[:4] == MATROSKA else "mp4", monotonic() + SECONDS if until is None else until
     kept: list[Image] = []
     step, shown, begin, time = 1.0 / fps, None, 0.0, 0.0
     try:
-        with av.open(io.BytesIO(data), format=name) as container:
+        with av.open(io.BytesIO(data), format=name, metadata_errors="replace") as container:
             if not container.streams.video:
                 raise StateError("a video file has no pictures")
             stream = container.streams.video[0]
             _refuse_size(stream.codec_context.width, stream.codec_context.height)
-            for frame in container.decode(stream):
-                if monotonic() > until:
-                    raise StateError(f"a video takes more than {SECONDS:g} seconds to decode; give a shorter one")
+            for frame in _decoded(container.demux(stream), until):
                 time = time if frame.time is None else float(frame.time)
                 if shown is None:
                     begin = time
@@ -63,6 +66,14 @@ def frames_of_file(data: bytes, fps: float, most: int, pixels: int) -> tuple[lis
     if not kept:
         raise StateError("a video file has no pictures")
     return kept, 1.0 / step
+
+
+def _decoded(packets: Iterable[Any], until: float) -> Iterator[Any]:
+    """The frames of packets, of which many may have none."""
+    for packet in packets:
+        if monotonic() > until:
+            raise StateError(f"videos take more than {SECONDS:g} seconds to decode; give shorter ones")
+        yield from packet.decode()
 
 
 def _keep(kept: list[Image], shown: Any, until: float, step: float, most: int, pixels: int) -> float:

@@ -40,9 +40,9 @@ class Video:
         return sum(frame.width * frame.height for frame in self.frames)
 
 
-def read_video(part: Mapping[str, Any], most_frames: int, most_pixels: int) -> Video:
+def read_video(part: Mapping[str, Any], most_frames: int, most_pixels: int, until: float | None = None) -> Video:
     """The video of a part of a message: a file, by its path or its bytes, or frames, which are pictures of Pillow,
-    paths, or bytes of picture files.
+    paths, or bytes of picture files. `until`: as in `frames_of_file`.
 
     Raises as `frames_of_file`, and `StateError` for frames of several sizes, for too many, and for other values.
     """
@@ -55,7 +55,7 @@ def read_video(part: Mapping[str, Any], most_frames: int, most_pixels: int) -> V
     if isinstance(fps, bool) or not isinstance(fps, int | float) or not FPS[0] <= fps <= FPS[1]:
         raise StateError(f"fps of a video is {fps!r:.80}; it is the number of its frames for each second: {SHAPE}")
     if is_file:
-        given, fps = frames_of_file(_content(given), float(fps), max(1, most_frames), most_pixels)
+        given, fps = frames_of_file(_content(given), float(fps), max(1, most_frames), most_pixels, until)
     if len(given) > most_frames:
         raise StateError(f"the videos have {len(given) - most_frames + MOST_FRAMES} frames; all may have {MOST_FRAMES}")
     frames: list[Image] = []
