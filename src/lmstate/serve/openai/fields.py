@@ -101,9 +101,10 @@ def _video(part: ContentPart, path: str) -> str:
     url, fps = (given.url, given.fps) if isinstance(given, VideoUrl) else (given, None)
     if url is None:
         raise wrong(f"{path}.video_url", "a URL", None)
-    if VIDEO.match(url) is None:
+    if (head := VIDEO.match(url)) is None:
         raise ApiError(f"{path}.video_url is {url[:60]!r}; send a video as data:video/mp4;base64,...", param=path)
-    return url if fps is None else url.replace(";base64,", f"{_rate(fps)};base64,", 1)
+    at = head.start(3)
+    return url[:at] + _rate(fps) + url[at:]
 
 
 def _rate(fps: float | None) -> str:

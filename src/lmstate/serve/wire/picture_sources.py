@@ -21,7 +21,7 @@ from lmstate.vision.videos import MOST_FRAMES
 
 SOUND = "data:audio/wav;base64,"  # how a sound's URL begins
 DATA = re.compile(rf"data:image/[a-z0-9.+-]+(?:;[a-z0-9=._-]+)*;base64,|{SOUND}", re.IGNORECASE)
-VIDEO = re.compile(r"data:video/([a-z0-9.+-]+)((?:;[a-z0-9=._-]+)*);base64,", re.IGNORECASE)
+VIDEO = re.compile(r"data:video/([a-z0-9.+-]+)((?:;[a-z0-9=._-]+)*)(;base64,)", re.IGNORECASE)
 FRAMES = "jpeg"  # the kind of a video that is a list of pictures, parted by commas
 FRAMES_FPS = 1.0  # of such a list without its own
 MOST_REDIRECTS = 3
