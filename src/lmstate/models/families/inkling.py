@@ -116,7 +116,7 @@ def build(w: WeightLoader) -> Model:
 
     answered = config.int("unpadded_vocab_size", low=1, high=shape.vocab, default=shape.vocab)
     head = None
-    if w.has("lm_head.weight") and w.shape("lm_head.weight")[0] != answered:  # rows of no token
+    if w.has("lm_head.weight") and w.shape("lm_head.weight")[:1] != (answered,):  # rows of no token
         label, whole = "lm_head.weight, without padding", (shape.vocab, shape.hidden)
         w.expect("lm_head.weight", whole)
         head = w.derived(

@@ -209,7 +209,7 @@ def build(w: WeightLoader) -> Model:
 
     answered = config.int("unpadded_vocab_size", low=1, high=shape.vocab, default=shape.vocab)
     head = None
-    if w.shape("lm_head.weight")[0] != answered:  # rows of no token
+    if w.shape("lm_head.weight")[:1] != (answered,):  # rows of no token
         label = "lm_head.weight, without padding"
         w.expect("lm_head.weight", (shape.vocab, shape.hidden))
         head = w.derived(

@@ -66,7 +66,7 @@ def build(w: WeightLoader) -> Model:
 
     def low_rank(name: str, act: Act | None = None, biased: bool = True) -> LowRankMap:
         down, up = f"{name}.lora.0", f"{name}.lora.2"
-        rank = w.shape(f"{down}.weight")[0]
+        rank = next(iter(w.shape(f"{down}.weight")), 0)
         bias = w.tensor(f"{up}.bias", (hidden,)) if biased else None
         narrow = FloatWeight(w.tensor(f"{down}.weight", (rank, hidden)))  # float32, for errors of decays would last
         return LowRankMap(narrow, FloatWeight(w.tensor(f"{up}.weight", (hidden, rank))), bias, act)
