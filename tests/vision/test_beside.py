@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 from functools import cache
@@ -128,6 +129,21 @@ def test_rows_are_rewound_forked_and_saved(tmp_path: Path) -> None:
     with pytest.raises(lmstate.UnsupportedError, match="which ones depends on what is between them"):
         restored.drop(0, 1, 2)
     assert model.pictures().tower.runs == 2
+
+
+def test_keys_and_values_of_pictures_that_are_gone_are_let_go() -> None:
+    _, _, model = pair()
+    last, counts = None, []
+    for seed in range(4):
+        prompt = model.encode(said(png(20, 30, seed=seed + 10), SECOND, "a"))
+        assert prompt.media[0].end == prompt.media[1].at
+        prompt.place(state := model.new_state())
+        model([prompt.tokens], state)
+        last = last or prompt.media[1].media
+        counts.append(len(last.derived.tensors))
+        del prompt, state
+        gc.collect()
+    assert counts[1:] == counts[:1] * 3
 
 
 def test_what_has_no_such_layers_takes_no_such_picture() -> None:

@@ -123,6 +123,11 @@ class Derived:
 _DERIVED: WeakValueDictionary[str, Derived] = WeakValueDictionary()
 
 
+def is_held(hash: str) -> bool:
+    """Whether there is a picture of this hash whose `derived` was asked for."""
+    return hash in _DERIVED
+
+
 @dataclass(frozen=True)
 class MediaSpan:
     """A picture at its place in a row."""

@@ -18,7 +18,7 @@ from lmstate import ops
 from lmstate.models.layers.mlp import MLP
 from lmstate.ops import Norm, Residual, Weight
 from lmstate.state import LayerState, Layout, PictureReadingState, Step
-from lmstate.state.media import Media, read_by
+from lmstate.state.media import Media, is_held, read_by
 from lmstate.state.step import integers
 
 Pictures: TypeAlias = tuple[Media, ...]
@@ -74,14 +74,16 @@ class PictureAttention:
     def keys_values(self, pictures: Pictures, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Keys and values `[1, K, S, D]` of pictures that follow each other.
 
-        They are kept with the last one, unless their weights are trained.
+        They are kept with the last one as long as there are the others, unless their weights are trained.
         """
-        kept = pictures[-1].derived.of.setdefault(self, {})
+        kept = [picture.derived for picture in pictures][-1].of.setdefault(self, {})
         key = (dtype, *(picture.hash for picture in pictures))
         if (known := kept.get(key)) is None:
             with torch.inference_mode(False), torch.enable_grad():
                 known = self._keys_values(pictures, dtype)
             if not known[0].requires_grad:
+                for gone in [each for each in [*kept] if not all(map(is_held, each[1:]))]:
+                    kept.pop(gone, None)
                 kept[key] = known
         return known
 
