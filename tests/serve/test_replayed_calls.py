@@ -63,6 +63,14 @@ HINTS = {
     "lfm2": "<|tool_list_start|>",
     "gemma": "<|tool_call>",
     "function_gemma": "<start_function_call>",
+    "muse": "<atem:function_calls>",
+    "solar": "<|tool_call:begin|>",
+    "olmo3": "<function_calls>",
+    "ernie": "<tool_call> <response>",
+    "minimax_m1": "<tool_calls> <beginning_of_sentence>",
+    "functools": "functools[",
+    "internlm": "<|action_start|> <|plugin|>",
+    "granite_20b": "<function_call>",
 }
 TOOLS_TEMPLATE = TEMPLATE.replace(
     "<|im_end|>",
